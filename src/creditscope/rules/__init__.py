@@ -1,0 +1,43 @@
+"""The learning rules, one file each. This page is their registry: importing it loads no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from creditscope.registry import Entry, Registry
+
+REGISTRY = Registry(
+    "rule",
+    [
+        Entry("bp", "creditscope.rules.bp:BP", "backpropagation: the exact gradient, in the same code path"),
+        Entry("fa", "creditscope.rules.fa:FA", "feedback alignment: fixed random backward matrices, by weight or by block"),
+        Entry("dfa", "creditscope.rules.dfa:DFA", "direct feedback alignment: the output error through a fixed random matrix"),
+        Entry("frozen", "creditscope.rules.frozen:Frozen", "baseline: blocks stay as initialised, stem and head train"),
+        Entry("shallow", "creditscope.rules.shallow:Shallow", "baseline: the head on the stem alone, no blocks"),
+        Entry("last-k", "creditscope.rules.lastk:LastK", "wrapper: the first L - k blocks frozen, the rest by a rule"),
+        Entry("blend", "creditscope.rules.blend:Blend", "wrapper: a weighted sum of two rules"),
+        Entry("handover", "creditscope.rules.handover:Handover", "wrapper: one rule first, another after a fraction of training"),
+    ],
+)
+
+if TYPE_CHECKING:
+    from creditscope.rules._base import Learner, LocalRule, Rule
+    from creditscope.rules.blend import Blend
+    from creditscope.rules.bp import BP
+    from creditscope.rules.dfa import DFA
+    from creditscope.rules.fa import FA
+    from creditscope.rules.frozen import Frozen
+    from creditscope.rules.handover import Handover
+    from creditscope.rules.lastk import LastK
+    from creditscope.rules.shallow import Shallow
+
+_BASE = ("Learner", "LocalRule", "Rule")
+__all__ = ["BP", "DFA", "FA", "REGISTRY", "Blend", "Frozen", "Handover", "LastK", "Learner", "LocalRule", "Rule", "Shallow"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _BASE:
+        from creditscope.rules import _base
+
+        return getattr(_base, name)
+    return REGISTRY.exported(name)
