@@ -41,9 +41,9 @@ class MLP(VectorNetwork):
     2,366,474 parameters. ``norm`` puts a LayerNorm before each φ (2d more a hidden layer, ``depth`` of them).
 
     ``depth`` counts hidden layers. Each state is a hidden layer's activation, *after* φ, and each block begins with its
-    weights: so DFA injects B_l e at h_l, autograd multiplies by φ′, and the update of layer l is the
-    ((B_l e) ⊙ φ′) hᵀ of Nøkland (2016, arXiv:1609.01596, eq. 7). The first hidden layer is the stem and
-    is driven by a_0; two hidden layers are the fewest that leave a block.
+    weights: so DFA injects B_l e at h_l, autograd multiplies by φ′, and a layer's update is Nøkland's ((B_l e) ⊙ φ′) hᵀ
+    (2016, arXiv:1609.01596), h being the layer's input. The first hidden layer is the stem and is driven by a_0; two
+    hidden layers are the fewest that leave a block.
 
     Initialisation is torch's default, in the order of the table.
     """

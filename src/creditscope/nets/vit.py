@@ -29,9 +29,8 @@ class Attention(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """Return the attended tokens (batch, tokens, width)."""
-        q, k, v = (
-            self.qkv(h).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-        )  # each (batch, heads, T, d_head)
+        qkv = self.qkv(h).unflatten(-1, (3, self.heads, -1))  # (batch, tokens, 3, heads, d_head)
+        q, k, v = qkv.transpose(1, 3).unbind(2)  # each (batch, heads, tokens, d_head)
         weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
         return self.proj((weights @ v).transpose(1, 2).flatten(2))
 
