@@ -1,0 +1,171 @@
+"""Replay a network from one of its states: the loss per example as a function of h_l, on any topology.
+
+Where every state is exactly the block's output, or exactly the state before plus it, only blocks l.. are run, and
+the modules after the last block. Otherwise the whole forward runs again with the earlier blocks answering from
+memory and the new value put in place of the state, so whatever the user's forward does in between is done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from creditscope.errors import UsageError
+from creditscope.tape import Cut, map_value, per_example, replaced_forward, set_random_state
+from creditscope.topology import Inputs, call, map_inputs, pick_input, pick_state, replace_tensor, undisturbed
+
+
+@dataclass
+class Replay:
+    """One recorded forward pass, from each of whose states the rest can be run again."""
+
+    cut: Cut
+    x: Inputs
+    y: Any
+    states: list[Tensor]
+    output: Tensor
+    losses: Tensor
+    returned: list[Any]
+    calls: list[tuple[tuple, dict, Tensor]]
+    rng: list[tuple[Tensor, Tensor | None]]
+
+    @classmethod
+    def of(cls, cut: Cut, x: Inputs, y: Any) -> Replay:
+        """Run the network once, in its present mode, leaving buffers and random states as they are."""
+        cut.settle(x)
+        own = map_inputs(x, lambda t: t.detach().clone())
+        with undisturbed(cut.network), torch.no_grad(), cut.recorder("local", keep_calls=True) as record:
+            output = pick_state(call(cut.network, own), None, "the network's output")
+            cut._check_fired(record)
+            losses = per_example(cut.loss, output, y)
+        return cls(cut, x, y, record.states, output, losses, record.returned, record.calls, record.rng)
+
+    def tail(self, l: int, h: Tensor) -> Tensor:
+        """Return ℓᵢ with h in place of state l, (B,); for h of n·B examples, n replays side by side, (n·B,).
+
+        Runs in the precision of h. Dropout masks are those of the recorded pass where h has its batch size. It is
+        differentiable in h.
+        """
+        if not 0 <= l <= self.cut.depth:
+            raise UsageError(f"there is no state {l}: the states are 0..{self.cut.depth}")
+        expected = self.states[l].shape
+        if h.shape[1:] != expected[1:] or h.shape[0] % expected[0]:
+            raise UsageError(
+                f"state {l} has shape {tuple(expected)}; {tuple(h.shape)} does not fit (a multiple of the batch may stand first)"
+            )
+        if h.dtype != self.states[l].dtype:
+            return self.astype(h.dtype).tail(l, h)
+        with undisturbed(self.cut.network):
+            set_random_state(self.rng[l], h.device)
+            y = map_inputs(self.y, lambda t: self._repeat(t, h)) if h.shape[0] != expected[0] else self.y
+            return per_example(self.cut.loss, self._output(l, h), y)
+
+    def astype(self, dtype: torch.dtype) -> Replay:
+        """Return the same replay on a copy of the network in another precision, made once."""
+        if dtype not in self._copies:
+            cast = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
+            self._copies[dtype] = Replay.of(self.cut.astype(dtype), map_inputs(self.x, cast), map_inputs(self.y, cast))
+        return self._copies[dtype]
+
+    @cached_property
+    def _copies(self) -> dict[torch.dtype, Replay]:
+        return {}
+
+    def _repeat(self, t: Tensor, h: Tensor) -> Tensor:
+        """Repeat what belongs to the batch as often as h holds it."""
+        batch = self.output.shape[0]
+        same = h.shape[0] == batch or not t.ndim or t.shape[0] != batch
+        return t if same else t.repeat(h.shape[0] // batch, *[1] * (t.ndim - 1))
+
+    def _output(self, l: int, h: Tensor) -> Tensor:
+        topology = self.cut.topology
+        assert topology is not None
+        if topology.exact_sum and topology.rest is not None and not self.cut.bypass:
+            return self._chain(l, h, topology.rest)
+        return self._again(l, h)
+
+    def _chain(self, l: int, h: Tensor, rest: tuple[str, ...]) -> Tensor:
+        """Run blocks l.. and the modules behind them, nothing else."""
+        assert self.cut.topology is not None
+        blocks = list(self.cut.blocks.values())
+        for k in range(l, self.cut.depth):
+            args, kwargs, entered = self.calls[k]
+            repeated = lambda t, entered=entered: t if t is entered else self._repeat(t, h)  # noqa: E731
+            args, kwargs = map_value(args, repeated), map_value(kwargs, repeated)
+            value = blocks[k](*replace_tensor(args, entered, h), **replace_tensor(kwargs, entered, h))
+            out = pick_state(value, self.cut.state, "what a block returns")
+            h = h + out if self.cut.topology.joins[k] == "skip" else out
+        for name in rest:
+            h = pick_state(self.cut.network.get_submodule(name)(h), None, f"what '{name}' returns")
+        return h
+
+    def _again(self, l: int, h: Tensor) -> Tensor:
+        """Run the whole forward again, blocks before l answering from memory, state l replaced where it is met."""
+        network, depth = self.cut.network, self.cut.depth
+        repeat = lambda t: self._repeat(t, h)  # noqa: E731
+        topology = self.cut.topology
+        assert topology is not None
+        modules = list(self.cut.blocks.values())
+        with ExitStack() as stack:
+            if self.cut.bypass:
+                for name, forward in self.cut.bypasses().items():
+                    stack.enter_context(replaced_forward(self.cut.blocks[name], forward))
+            for k in range(min(l, depth)):
+                memory = map_value(self.returned[k], lambda t: repeat(t).clone())
+                stack.enter_context(replaced_forward(modules[k], lambda *a, memory=memory, **kw: memory))
+            if l < depth or topology.terminal is not None:
+                at = modules[l] if l < depth else network.get_submodule(str(topology.terminal))
+                hook = self._inject_before(l, h, modules[-1], stack)
+                stack.callback(at.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            else:
+                stack.callback(modules[-1].register_forward_hook(self._inject_after(h)).remove)
+            own = map_inputs(self.x, lambda t: repeat(t.detach()).clone())
+            return pick_state(call(network, own), None, "the network's output")
+
+    def _inject_before(self, l: int, h: Tensor, last: torch.nn.Module, stack: ExitStack) -> Callable:
+        """Make the hook that puts h in place of what enters a module, also where a skip around it reads the state."""
+        assert self.cut.topology is not None
+        mutated = self.cut.topology.mutated
+        shared = l < self.cut.depth and self.cut.topology.joins[l] == "skip"
+        ready = l < self.cut.depth
+        used = False
+
+        def passed(*_: Any) -> None:
+            nonlocal ready
+            ready = True
+
+        if not ready:  # a head module may have served before the blocks as well
+            stack.callback(last.register_forward_hook(passed).remove)
+
+        def hook(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            nonlocal used
+            if not ready or used:
+                return None
+            used = True
+            met = pick_input(args, kwargs, self.cut.state, "what enters a block")
+            set_random_state(self.rng[l], h.device)
+            if shared:  # the user's own variable has to change, since the skip reads it
+                met.copy_(h)
+                return None
+            fresh = h.clone() if l in mutated else h
+            return replace_tensor(args, met, fresh), replace_tensor(kwargs, met, fresh)
+
+        return hook
+
+    def _inject_after(self, h: Tensor) -> Callable:
+        """Make the hook that puts h in place of the state in the last block's output."""
+
+        def hook(module: torch.nn.Module, args: tuple, value: Any) -> Any:
+            out = pick_state(value, self.cut.state, "what the last block returns")
+            set_random_state(self.rng[self.cut.depth], h.device)
+            return replace_tensor(value, out, h)
+
+        return hook
+
+
