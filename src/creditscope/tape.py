@@ -486,9 +486,11 @@ class Tape:
     @cached_property
     def _scored(self) -> tuple[Tensor, Tensor]:
         leaf = self.output.detach().requires_grad_()
-        losses = per_example(self.cut.loss, leaf, self.y)
+        with torch.enable_grad():
+            losses = per_example(self.cut.loss, leaf, self.y)
+            total = losses.sum()
         with plain_precision(leaf):
-            (errors,) = torch.autograd.grad(losses.sum(), leaf)
+            (errors,) = torch.autograd.grad(total, leaf)
         return losses.detach(), errors
 
     @property

@@ -1,0 +1,74 @@
+"""Backpropagation, in the same code path as every other rule."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from creditscope.rules._base import Outcome, Rule, Site, exposed_branches, require
+from creditscope.tape import per_example, plain_precision
+from creditscope.topology import Inputs, pick_state
+
+
+def whole_step(
+    site: Site,
+    x: Inputs,
+    y: Any,
+    scale: float | Tensor,
+    *,
+    penalty: float,
+    reduction: str,
+    mode: AbstractContextManager[Any] | None = None,
+) -> Outcome:
+    """Run the network uncut and add the gradient of scale × (mean loss + λ·mean Σ_l ‖f_l‖²) to ``.grad``."""
+    cut = site.cut
+    with torch.enable_grad(), mode or nullcontext():
+        if penalty == 0:
+            output = pick_state(cut.forward(x), None, "the network's output")
+            losses, value, metrics = per_example(cut.loss, output, y), None, {}
+        else:
+            with cut.whole(x) as (record, output):
+                losses = per_example(cut.loss, output, y)
+                terms = [point.tensor.square() for point in exposed_branches(cut, record)]
+                means = [f.sum() / (f.shape[0] * (1 if reduction == "sum" else f[0].numel())) for f in terms]
+                value = penalty * torch.stack(means).sum()
+                metrics = {"penalty": value.detach()}
+    total = losses.mean() if value is None else losses.mean() + value
+    with plain_precision(output):
+        torch.autograd.backward(total, torch.as_tensor(scale, dtype=total.dtype, device=total.device))
+    return Outcome(losses.detach().mean(), output.detach(), metrics)
+
+
+@dataclass(frozen=True)
+class BP(Rule):
+    """Backpropagation: a_l = g_l = ∂(Σᵢ ℓᵢ)/∂h_l, exact for every state.
+
+    The positive control: through the learner it gives the gradient of ``loss.mean().backward()``, in one uncut pass.
+
+    Rumelhart, Hinton & Williams, Nature 323 (1986). Deviations: none.
+    """
+
+    penalty: float = field(default=0.0, kw_only=True)
+    """λ of the penalty λ·‖f_l(h_l)‖² on each branch, mean over the batch; its gradient travels end to end."""
+    penalty_reduction: Literal["sum", "mean"] = field(default="sum", kw_only=True)
+    """‖f‖² summed over the features, or averaged."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.penalty >= 0, f"rule.penalty must not be negative, not {self.penalty}")
+
+    def credits(self, site: Site, pathway: nn.Module, x: Inputs, y: Any) -> list[Tensor]:
+        """Return the reference itself."""
+        return site.cut.exact(x, y).gradients
+
+    def step(self, site: Site, pathway: nn.Module, x: Inputs, y: Any, scale: float | Tensor) -> Outcome:
+        """Run one uncut forward and backward pass."""
+        return whole_step(site, x, y, scale, penalty=self.penalty, reduction=self.penalty_reduction)
+
+    def exact_states(self, site: Site) -> set[int]:
+        """All of them."""
+        return set(range(site.cut.depth + 1))
