@@ -28,10 +28,8 @@ slow: ## what takes longer: kills, real data (CREDITSCOPE_DATA), accuracy bands,
 
 lint: ## ruff, pyright, and the borders between the packages (import-linter)
 	@$(SETUP) dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/lint-imports
+	@failed=0; for check in "ruff check ." "ruff format --check ." "pyright --pythonpath $(BIN)/python" lint-imports; do \
+		echo "$$check"; $(BIN)/$$check || failed=1; done; exit $$failed # all of them, for one round of mending
 
 format: ## let ruff format the code and mend what it can
 	@$(SETUP) dev
