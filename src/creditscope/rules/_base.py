@@ -483,7 +483,8 @@ class Learner(nn.Module):
 
     def get_extra_state(self) -> dict[str, Tensor]:
         """Return the random stream and the progress, as tensors."""
-        return {"generator": self.generator.get_state(), "step": torch.tensor(self.site.step)}
+        updated = self._version is not None and self._version != self._network_version()
+        return {"generator": self.generator.get_state(), "step": torch.tensor(self.site.step + updated)}
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
         """Restore the random stream and the progress."""
@@ -530,10 +531,26 @@ class Learner(nn.Module):
 
     def _count_update(self) -> None:
         """Advance the progress once per change of the network, which a host can see without waiting for a device."""
-        version = sum(p._version for p in self.network.parameters())
+        version = self._network_version()
         if self._version is not None and version != self._version:
             self.site.step += 1
         self._version = version
+
+    def _network_version(self) -> int:
+        return sum(p._version for p in self.network.parameters())
+
+    def count_replay(self) -> None:
+        """Advance the progress for a replay of a captured step, in which no Python runs."""
+        self.site.step += 1
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave the progress as it is: for the capture of a step, which does not run it."""
+        step, version = self.site.step, self._version
+        try:
+            yield
+        finally:
+            self.site.step, self._version = step, version
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
