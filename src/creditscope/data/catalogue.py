@@ -88,6 +88,8 @@ def _named_by(given: str | Path) -> str:
     path = Path(given)
     if not path.exists():
         raise MissingError(f"not found: {given}")
+    if not path.is_dir():
+        raise UsageError(f"{given} is a file where a folder should be")
     found = [name for name in official.OFFICIAL if official.locate(name, path)]
     if not found:
         raise UsageError(f"{path} does not hold a data set in an official layout: {', '.join(official.OFFICIAL)}")

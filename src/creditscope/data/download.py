@@ -171,8 +171,10 @@ def _chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def _take(name: str, source: Path, home: Path) -> Path:
+    if not source.exists():
+        raise MissingError(f"not found: {source}")
     if not source.is_dir():
-        raise MissingError(f"not found: {source}" if not source.exists() else f"{source} is a file, not a folder")
+        raise UsageError(f"{source} is a file where a folder should be")
     place = official.locate(name, source)
     if place:
         return _copy(name, place, home)

@@ -76,6 +76,8 @@ class Loader:
             raise UsageError(f"batch must be a whole number of at least 1, not {batch!r}")
         if batch > len(split):
             raise UsageError(f"a batch of {batch} is larger than the set of {len(split)} examples")
+        if not dtype.is_floating_point:
+            raise UsageError(f"dtype must be a floating point type, not {str(dtype).removeprefix('torch.')}")
         self.batch = batch
         self.drop_last = drop_last
         self._dtype = dtype

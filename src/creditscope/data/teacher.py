@@ -54,7 +54,7 @@ class Teacher:
     augment: ClassVar[Augment] = "none"
 
     def __post_init__(self) -> None:
-        for name, least in {"inputs": 1, "width": 1, "depth": 0, "classes": 2, "train": 2, "test": 1}.items():
+        for name, least in {"inputs": 1, "width": 1, "depth": 1, "classes": 2, "train": 2, "test": 1}.items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise UsageError(f"teacher: {name} must be a whole number of at least {least}, not {value!r}")
