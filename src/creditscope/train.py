@@ -454,7 +454,7 @@ class _Training:
         if self.run_directory is not None:
             if self.rows:
                 self.run_directory.write_history(self.history())
-            self.run_directory.write_status("diverged", epoch=self.epoch, **where)
+            self.run_directory.write_status("diverged", **where)
             self.run_directory.log(f"diverged: {where}")
         return self._result("diverged", where)
 
@@ -540,13 +540,14 @@ class _Training:
         saved = run.load_checkpoint("last")
         if saved is not None:
             self._load(unflatten(*saved))
-            run.log(f"resumed after epoch {self.epoch}, batch {self.batch}")
         elif run.status.state == "finished":
             raise UsageError(f"{run.path} is finished, and its last checkpoint was not kept: there is nothing to load")
         if run.status.state == "finished":
             return self._result("finished", {}, resumed=True)
         if run.status.state == "diverged":
-            return self._result("diverged", run.status.detail, resumed=True)
+            return self._result("diverged", {"epoch": run.status.epoch, **run.status.detail}, resumed=True)
+        if saved is not None:
+            run.log(f"goes on after epoch {self.epoch}, batch {self.batch}")
         return None
 
 
