@@ -7,18 +7,22 @@ Importing this loads no torch; making a rule or a network does.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from creditscope import data, nets, recipes, rules
-from creditscope.errors import UsageError, unknown
+from creditscope.errors import MissingError, UsageError, unknown
 from creditscope.options import Option, convert, describe, options_of, require_known
+from creditscope.registry import Registry
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from creditscope.data import Dataset
     from creditscope.recipes import Recipe
     from creditscope.rules import Rule
 
@@ -30,6 +34,22 @@ STUDY = "study"
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
+
+
+def require_name(registry: Registry, given: str) -> None:
+    """Refuse a path where a registered name is wanted, and say so where nothing lies there."""
+    if given in registry.entries or not (given.startswith(".") or os.sep in given):
+        return
+    if not Path(given).exists():
+        raise MissingError(f"not found: {given}")
+    raise UsageError(
+        f"{given} is a path: the name of a {registry.kind} is wanted, one of {', '.join(registry.entries)}"
+    )
+
+
+def rule_schema(name: str) -> dict[str, Option]:
+    """Return the options of a registered rule."""
+    return options_of(rules.REGISTRY.load(name))
 
 
 def to_dict(rule: Rule) -> dict[str, Any]:
@@ -69,6 +89,7 @@ def make_rule(name: str, overrides: Overrides = NONE, path: str = "rule") -> Rul
 
 
 def _kind_and_preset(name: str) -> tuple[type[Rule], dict[str, Any]]:
+    require_name(rules.REGISTRY, name)
     key, colon, preset = name.partition(":")
     if key not in rules.REGISTRY.entries or not colon:
         return rules.REGISTRY.load(name), {}
@@ -150,23 +171,39 @@ class NetworkSpec:
         return nets.REGISTRY.load(self.name).from_data(self.shape, self.classes, **self.options)
 
 
-def network_options(name: str, overrides: Overrides = NONE, path: str = "net") -> dict[str, Any]:
-    """Return the arguments of a registered network's constructor, defaults included; what data settles is left out."""
+def network_schema(name: str) -> dict[str, Option]:
+    """Return the options of a registered network: its constructor's arguments but for those that the data settles."""
+    require_name(nets.REGISTRY, name)
     kind = nets.REGISTRY.load(name)
     if not hasattr(kind, "from_data"):
         raise UsageError(f"net '{name}' has no from_data(shape, classes, **options) and so cannot be made by its name")
-    settled = kind.settled_by_data
-    for option in settled:
-        if option in overrides:
-            raise UsageError(f"{path}.{option} is taken from the data and cannot be set")
-    options = {key: option for key, option in options_of(kind).items() if key not in settled}
+    return {key: option for key, option in options_of(kind).items() if key not in kind.settled_by_data}
+
+
+def network_options(name: str, overrides: Overrides = NONE, path: str = "net") -> dict[str, Any]:
+    """Return the values of a network's options: the defaults, with some given."""
+    options = network_schema(name)
+    for key in overrides:
+        if key in nets.REGISTRY.load(name).settled_by_data:
+            raise UsageError(f"{path}.{key} is taken from the data and cannot be set")
     return _values(options, overrides, path)
+
+
+def data_schema(name: str) -> dict[str, Option]:
+    """Return the options of a registered data set, with the seed of what is drawn in it (or from it)."""
+    return options_of(data.REGISTRY.load(name)) | {"seed": Option(int, 0)}
 
 
 def data_options(name: str, overrides: Overrides = NONE, path: str = "data") -> dict[str, Any]:
-    """Return the options of a registered data set, defaults included, and the seed of what is drawn from it."""
-    options = options_of(data.REGISTRY.load(name)) | {"seed": Option(int, 0)}
-    return _values(options, overrides, path)
+    """Return the values of a data set's options: the defaults, with some given."""
+    return _values(data_schema(name), overrides, path)
+
+
+def load_data(given: str, overrides: Overrides = NONE, *, validation: int = 0, path: str = "data") -> Dataset:
+    """Return a data set by its name, or by the folder that holds it, with some of its options given."""
+    from creditscope.data.catalogue import name_of
+
+    return data.load(given, validation=validation, **data_options(name_of(given), overrides, path))
 
 
 def make_recipe(name: str = "default", overrides: Overrides = NONE, path: str = "recipe") -> Recipe:

@@ -6,10 +6,13 @@ and ``tuple[one of these, ...]``, in text separated by commas. A type that is no
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -40,6 +43,29 @@ def options_of(kind: type) -> dict[str, Option]:
 
 def _default(item: Field[Any]) -> Any:
     return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def docs_of(kind: type) -> dict[str, str]:
+    """Return the text that stands under each field of a class and of its bases, where their source can be read."""
+    docs: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if is_dataclass(base):
+            docs |= _docs_in(base)
+    return docs
+
+
+def _docs_in(kind: type) -> dict[str, str]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError):
+        return {}
+    assert isinstance(tree.body[0], ast.ClassDef)
+    docs = {}
+    for line, below in pairwise(tree.body[0].body):
+        match line, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = inspect.cleandoc(text)
+    return docs
 
 
 def require_known(path: str, names: Iterable[str], allowed: Mapping[str, Any]) -> None:

@@ -57,6 +57,11 @@ def load(
     )
 
 
+def name_of(given: str | Path) -> str:
+    """Return the name of a data set that is given by its name, or by the folder that holds it."""
+    return _named_by(given) if _is_path(given) else str(given)
+
+
 def available(root: str | Path | None = None) -> list[Available]:
     """Return every registered data set and where it lies; one whose package cannot be loaded says so in its line."""
     rows = []
