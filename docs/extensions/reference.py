@@ -1,4 +1,4 @@
-"""Two Sphinx directives that write pages from the code: ``public`` names and registries, ``help`` of the program."""
+"""Pages written from the code: the directives ``public`` (names and registries) and ``help`` (of the program)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.ext.napoleon import Config, GoogleDocstring
 from sphinx.util.docutils import SphinxDirective
+
+from creditscope.cli import COMMANDS
 
 
 def registered(package: ModuleType) -> list[str]:
@@ -61,22 +64,39 @@ class Public(SphinxDirective):
 
 
 class Help(SphinxDirective):
-    """``help:: train`` shows what ``creditscope train --help`` prints."""
-
-    optional_arguments = 1
+    """``help::`` shows what the program and each of its commands print when asked for ``--help``, a section each."""
 
     def run(self) -> list[nodes.Node]:
-        """Run the program that is installed beside this Python."""
-        command = [str(Path(sys.executable).with_name("creditscope")), *self.arguments, "--help"]
+        """Ask the program that is installed beside this Python."""
+        return [self.section(command) for command in ["", *COMMANDS]]
+
+    def section(self, command: str) -> nodes.section:
+        """Return the section of one command."""
+        name = f"creditscope {command}".strip()
+        section = nodes.section(ids=[nodes.make_id(name)], names=[name])
+        section += nodes.title(name, name)
+        section += nodes.literal_block("", self.text(command), language="text")
+        return section
+
+    def text(self, command: str) -> str:
+        """Return the help text of one command, as on a terminal of 100 columns."""
+        arguments = [str(Path(sys.executable).with_name("creditscope")), *command.split(), "--help"]
         plain = {**os.environ, "NO_COLOR": "1", "COLUMNS": "100"}
-        done = subprocess.run(command, capture_output=True, text=True, env=plain)
+        done = subprocess.run(arguments, capture_output=True, text=True, env=plain)
         if done.returncode:
-            raise self.error(f"{' '.join(command)}: {done.stderr}")
-        return [nodes.literal_block(done.stdout, done.stdout, language="text")]
+            raise self.error(f"{' '.join(arguments)}: {done.stderr}")
+        return done.stdout
+
+
+def read_sections(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Turn ``Args:`` and the like into fields; napoleon would also take "what: why" on an attribute for a type."""
+    if what in {"function", "method", "class", "exception"}:
+        lines[:] = GoogleDocstring(lines, Config(), what=what, name=name, obj=value).lines()
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Register the directives."""
+    """Register the directives and the reading of docstrings."""
     app.add_directive("public", Public)
     app.add_directive("help", Help)
+    app.connect("autodoc-process-docstring", read_sections)
     return {"parallel_read_safe": True}
