@@ -19,8 +19,8 @@ from creditscope.data import Dataset, Loader, from_tensors
 from creditscope.data.cifar import CIFAR10
 
 BATCH = 128
-ROUNDS = 40
-TOGETHER = 8  # batches, and steps, a round
+ROUNDS = 11
+TOGETHER = 32  # batches, and steps, a round: as many as the loader makes at once on a GPU
 TARGET = 0.10
 
 
@@ -69,7 +69,7 @@ def ratios(device: str) -> list[float]:
 
 
 def rows(device: str = "cpu", threads: int = 2) -> list[dict[str, Any]]:
-    """Return one row: the loader's time over that of a step, the median of the rounds, and their interquartile range."""
+    """Return one row: the loader's time over that of a step, the median of the rounds, and their spread."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

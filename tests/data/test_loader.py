@@ -196,6 +196,24 @@ def test_half_of_the_images_are_flipped():
     assert abs(flipped.float().mean() - 0.5) < 0.015, "more than four standard errors"
 
 
+def test_the_layout_of_the_data_in_memory_does_not_matter():
+    data = images()
+    x = data.train.x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    assert not x.is_contiguous()
+    turned = from_tensors(x, data.train.y, x, data.train.y, augment="crop-flip", mean=MEAN, std=STD)
+    for augment in ("crop-flip", "none"):
+        expected, found = (joined(loader(each, augment=augment).epoch(0, 0)) for each in (data, turned))
+        assert torch.equal(expected[0], found[0])
+    assert all(x.is_contiguous() for made in (loader(turned),) for x, _ in (*made.epoch(0, 0), *made.ordered()))
+
+
+def test_other_devices_get_batches_that_the_cpu_made():
+    made = loader(images(), device="meta")
+    for batches in (made.epoch(0, 0), made.ordered()):
+        sizes = [(x.device.type, y.device.type, tuple(x.shape)) for x, y in batches]
+        assert sizes == [("meta", "meta", (size, 3, 8, 10)) for size in (5, 5, 5, 5, 3)]
+
+
 def test_augmentation_can_be_left_out():
     data = images()
     plain = joined(loader(data, augment="none").epoch(0, 0))[0]
