@@ -1,7 +1,7 @@
 """A checkpoint: tensors and JSON in one safetensors file, so that both are replaced in one step or not at all.
 
-The JSON lies in the file's own header, beside the format, its version and a digest of everything. Any reader of
-safetensors opens it; ours also refuses what is cut short, altered, foreign or from a newer creditscope.
+The JSON lies in the file's own header, under ``creditscope``, with the format, its version and a digest of everything.
+Any reader of safetensors opens it; ours also refuses what is cut short, altered, foreign or from a newer creditscope.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import torch
 from torch import Tensor
 
 from creditscope.errors import UsageError
-from creditscope.runs.files import check_format, read_bytes, write_bytes
+from creditscope.runs.files import check_format, json_object, read_bytes, write_bytes
 
 FORMAT = "creditscope.checkpoint"
 VERSION = 1
+_KEY = "creditscope"  # one key: safetensors writes several in any order, and equal checkpoints shall be equal files
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
     """Write a checkpoint in place of the one that is there, in one step."""
     # Copies, each of its own: safetensors takes no shared memory (tied weights, views) and no strides.
     own = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    text = json.dumps(dict(meta))
-    header = {"format": FORMAT, "version": str(VERSION), "meta": text, "sha256": digest(own, text)}
-    write_bytes(path, safetensors.torch.save(own, header))
+    kept = dict(meta)
+    header = {"format": FORMAT, "version": VERSION, "sha256": digest(own, json.dumps(kept)), "meta": kept}
+    write_bytes(path, safetensors.torch.save(own, {_KEY: json.dumps(header)}))
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -39,17 +40,17 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         return None
     try:
         tensors = safetensors.torch.load(data)
-    except Exception as error:  # it knows many ways to fail, and each means the same
+        header = json_object(_texts(data).get(_KEY, "{}"))
+    except Exception as error:  # safetensors knows many ways to fail, and each means the same
         raise UsageError(f"{path} is corrupt or cut short: {error}") from error
-    header = _header(data)
     check_format(path, found=header.get("format"), version=header.get("version"), ours=FORMAT, latest=VERSION)
-    text = header.get("meta", "")
-    if digest(tensors, text) != header.get("sha256"):
+    meta = header.get("meta", {})
+    if digest(tensors, json.dumps(meta)) != header.get("sha256"):
         raise UsageError(f"{path} is corrupt: its contents are not those that were saved")
-    return tensors, json.loads(text)
+    return tensors, meta
 
 
-def _header(data: bytes) -> dict[str, str]:
+def _texts(data: bytes) -> dict[str, str]:
     """Return the texts in the header of a valid safetensors file: 8 bytes for its length, then JSON."""
     length = int.from_bytes(data[:8], "little")
     return json.loads(data[8 : 8 + length]).get("__metadata__", {})

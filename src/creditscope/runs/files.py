@@ -1,4 +1,4 @@
-"""Files that are whole or not there: each is written to a temporary file beside it, and moved to its place in one step."""
+"""Files that are whole or not there: each is written to a temporary file beside it, then moved to its place at once."""
 
 from __future__ import annotations
 
@@ -89,11 +89,19 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if data is None:
         return None
     try:
+        return json_object(data)
+    except ValueError as error:
+        raise UsageError(f"{path} is corrupt: {error}") from error
+
+
+def json_object(data: str | bytes) -> dict[str, Any]:
+    """Return the JSON object that a text is, or raise a ValueError that says what it is instead."""
+    try:
         value = json.loads(data)
-    except ValueError as error:  # also of text that is no UTF-8
-        raise UsageError(f"{path} is corrupt: it is not JSON ({error})") from error
+    except ValueError as error:  # also of bytes that are no UTF-8
+        raise ValueError(f"it is not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise UsageError(f"{path} is corrupt: it holds no JSON object")
+        raise ValueError("it holds no JSON object")
     return value
 
 
