@@ -272,10 +272,8 @@ def test_skipping_past_the_end_is_refused_at_the_call(skip):
         loader(images()).epoch(0, 0, skip=skip)
 
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("data", [images(300), images(300, augment="none"), vectors(300)])
 def test_a_gpu_gets_the_bits_of_the_cpu_and_is_never_waited_for(data):
     made = loader(data, 7, device="cuda")
@@ -287,4 +285,4 @@ def test_a_gpu_gets_the_bits_of_the_cpu_and_is_never_waited_for(data):
     here = loader(data, 7)
     for (x, y), (x2, y2) in zip(there, [*here.epoch(0, 0, skip=2), *here.ordered()], strict=True):
         assert torch.equal(y.cpu(), y2)
-        torch.testing.assert_close(x.cpu(), x2, rtol=1e-6, atol=1e-6)
+        assert torch.equal(x.cpu(), x2)
