@@ -134,7 +134,7 @@ def _transfer(url: str, part: Path, progress: Callable[[int, int | None], None])
         part.unlink()  # as long as the whole file or longer, and not right
         return _transfer(url, part, progress)
     except (OSError, http.client.HTTPException) as error:
-        raise _InterruptedError(f"cannot be reached ({error})") from error
+        raise _InterruptedError(f"cannot be reached ({getattr(error, 'reason', error)})") from error
     with response, part.open("ab" if _resumes(response, have) else "wb") as file:
         done = file.tell()
         length = response.headers.get("Content-Length")
