@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from creditscope.rules._base import Learner
 from creditscope.steps import is_classification
 from creditscope.tape import per_example
-from creditscope.topology import undisturbed
+from creditscope.topology import pick_state, undisturbed
+
+NAN = float("nan")
 
 
 class Scores(NamedTuple):
@@ -22,7 +25,7 @@ class Scores(NamedTuple):
 
 
 @contextmanager
-def evaluating(network: nn.Module) -> Any:
+def evaluating(network: nn.Module) -> Iterator[None]:
     """Put every module into eval mode, and each back into its own mode afterwards."""
     modes = [(module, module.training) for module in network.modules()]
     network.eval()
@@ -33,22 +36,23 @@ def evaluating(network: nn.Module) -> Any:
             module.training = training
 
 
-def evaluate(learner: Learner, batches: Any, *, autocast: bool = False) -> Scores:
+def evaluate(learner: Learner, batches: Iterable[tuple[Tensor, Tensor]], *, autocast: bool = False) -> Scores:
     """Return the scores over all batches, in eval mode; a device is waited for once, at the end."""
-    total: Tensor | None = None
-    correct, examples, known = 0, 0, True
+    losses, correct, examples = [], [], 0
     with evaluating(learner.network), torch.no_grad():
         for x, y in batches:
             with torch.autocast(y.device.type, torch.bfloat16, enabled=autocast):
-                output = learner(x)
-                losses = per_example(learner.cut.loss, output, y).double().sum()
-            total = losses if total is None else total + losses
-            known = known and is_classification(output, y)
-            correct = correct + (output.argmax(1) == y).sum() if known else correct
+                output = pick_state(learner(x), None, "the network's output")
+                losses.append(per_example(learner.cut.loss, output, y).double().sum())
+            right = (
+                (output.argmax(1) == y).sum().double() if is_classification(output, y) else losses[-1].new_tensor(NAN)
+            )
+            correct.append(right)
             examples += output.shape[0]
-    if total is None:
-        return Scores(float("nan"), float("nan"))
-    return Scores(float(total) / examples, int(correct) / examples if known else float("nan"))
+    if not examples:
+        return Scores(NAN, NAN)
+    loss, hits = torch.stack([torch.stack(losses).sum(), torch.stack(correct).sum()]).tolist()
+    return Scores(loss / examples, hits / examples)
 
 
 def norms(learner: Learner, x: Any, y: Any) -> tuple[list[float], list[float]]:
@@ -59,8 +63,9 @@ def norms(learner: Learner, x: Any, y: Any) -> tuple[list[float], list[float]]:
     """
     with evaluating(learner.network), undisturbed(learner.network):
         exact = learner.cut.exact(x, y)
-    both = torch.stack([torch.stack([median_norm(t) for t in part]) for part in (exact.states, exact.gradients)]).tolist()
-    return both[0], both[1]
+    both = torch.stack([torch.stack([median_norm(t) for t in part]) for part in (exact.states, exact.gradients)])
+    states, references = both.tolist()
+    return states, references
 
 
 def median_norm(t: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import hashlib
+import math
 import signal
 import threading
 import time
@@ -20,21 +20,22 @@ from torch import Tensor, nn
 from creditscope import config, recipes
 from creditscope.data import Dataset, Loader
 from creditscope.errors import UsageError
-from creditscope.evaluation import evaluate, norms
+from creditscope.evaluation import evaluate, evaluating, norms
 from creditscope.history import as_dataset
 from creditscope.recipes import Recipe
 from creditscope.rng import derive, stream
 from creditscope.rules._base import Feedback, Learner, Rule
-from creditscope.runs import RunDirectory, environment, flatten, unflatten
-from creditscope.steps import Schedule, Stepper, Tally, make_optimiser
+from creditscope.runs import RunDirectory, Status, environment, flatten, unflatten
+from creditscope.runs.checkpoint import digest
+from creditscope.steps import Place, Schedule, Stepper, Tally, Watch, all_finite, make_optimiser, tensor_rates
 from creditscope.tape import LossFn, cross_entropy
-from creditscope.topology import StateFn, call, first_tensor
+from creditscope.topology import StateFn, call, first_tensor, undisturbed
 
 EVALUATION_BATCH = 1000
-POLL_EVERY = 32  # steps between looks at the flag that a GPU sets when the loss is no longer finite
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 
 Outcome = Literal["finished", "diverged"]
+Keep = int | Literal["last"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class EpochEnd:
     learner: Learner
 
 
+Callback = Callable[[EpochEnd], Any]
+Progress = Callable[[int, int, int], Any]
+
+
 @dataclass(frozen=True)
 class Result:
     """What a training gave."""
@@ -54,16 +59,19 @@ class Result:
     history: xr.Dataset
     """One row an epoch, epoch 0 being the initialisation; layers 0..L."""
     learner: Learner
+    """As trained; of a diverged run, as it was at the last checkpoint."""
     status: Outcome
     detail: dict[str, Any] = field(default_factory=dict)
-    """Of a diverged run: the step, layer and tensor at which something was not finite."""
+    """Of a diverged run: the epoch, step (from 1 on), layer and tensor at which something was not finite first."""
     directory: Path | None = None
     resumed: bool = False
-    """Whether the run was finished before and only read."""
+    """Whether the run had ended before and was only read."""
+    eager: str | None = None
+    """Why the steps were not replayed from a CUDA graph; None where they were."""
 
     @property
     def network(self) -> nn.Module:
-        """The trained network."""
+        """The trained network, in train mode."""
         return self.learner.network
 
 
@@ -84,15 +92,22 @@ def fit(
     device: str | torch.device = "cpu",
     threads: int | None = None,
     graph: Literal["auto", "off"] = "auto",
-    compile: bool = False,  # noqa: A002 - torch's own word
+    compile: bool = False,
     evaluate_every: int = 1,
-    keep: Iterable[int | Literal["last"]] = (0, "last"),
+    keep: Iterable[Keep] = (0, "last"),
     probe: int = 1024,
-    callbacks: Sequence[Callable[[EpochEnd], Any]] = (),
-    progress: Callable[[int, int, int], Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+    progress: Progress | None = None,
     **changes: Any,
 ) -> Result:
     """Train a network by a rule.
+
+    Ctrl-C and SIGTERM finish the step, save the run where it has a folder, and raise ``KeyboardInterrupt``. A training
+    that is no longer finite ends as "diverged", which is a result and no error.
+
+    The same bits come out of a loop of one's own: ``rule.attach(..., generator=rng.stream(seed, "rule"))``, the
+    recipe's optimiser with ``fused=True``, ``CosineAnnealingLR`` stepped once an epoch, and the batches of
+    ``Loader.epoch(seed, epoch)`` for epochs from 1 on.
 
     Args:
         network: a module as it is, or a callable that makes one; the callable runs under the stream (seed, "init").
@@ -118,58 +133,103 @@ def fit(
         progress: called with (epoch, step, steps) after each step.
         **changes: options of the recipe, e.g. ``lr=3e-4``.
     """
-    _check(epochs=epochs, seed=seed, evaluate_every=evaluate_every, probe=probe, graph=graph, data=data, rule=rule)
-    chosen = (recipe or recipes.default).with_(**changes)
-    place = torch.device(device)
-    kept = _kept(keep, epochs)
-    with ExitStack() as stack:
-        count = threads or _recorded_threads(out) or torch.get_num_threads()
-        stack.enter_context(_global_settings(place, count, derive(seed, "noise")))
-        made = _make(network, seed, place, DTYPES[chosen.precision])
-        options = {
-            "network": _described(network, made),
-            "rule": config.to_dict(rule),
-            "data": {"name": data.name, "options": data.options, "fingerprint": data.fingerprint()},
-            "epochs": epochs,
-            "seed": seed,
-            "recipe": asdict(chosen),
-            "attach": {"blocks": list(blocks) if blocks else None, "head": head, "loss": _name(loss or cross_entropy)},
-            "device": place.type,
-            "threads": count,
-            "graph": graph,
-            "compile": compile,
-            "evaluate_every": evaluate_every,
-            "keep": kept,
-            "probe": probe,
+    plan = _Plan(
+        rule=rule,
+        data=data,
+        epochs=epochs,
+        seed=seed,
+        attach={"blocks": blocks, "head": head, "state": state, "loss": loss, "feedback": feedback},
+        recipe=_recipe(recipe, changes),
+        device=_device(device),
+        threads=_threads(threads, out),
+        graph=graph,
+        compile=compile,
+        evaluate_every=evaluate_every,
+        keep=_kept(keep, epochs),
+        probe=probe,
+    )
+    with _global_settings(plan.device, plan.threads, derive(seed, "noise")):
+        made = _make(network, plan)
+        started_as = _described(network, made) if out is not None else {}
+        training = _Training(made, plan)  # refuses what cannot be trained before anything is written
+        with _claimed(out, started_as, plan) as run:
+            return training.run(run, callbacks, progress)
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """The options of a training, but for its network; checked when it is made."""
+
+    rule: Rule
+    data: Dataset
+    epochs: int
+    seed: int
+    attach: dict[str, Any]
+    recipe: Recipe
+    device: torch.device
+    threads: int
+    graph: Literal["auto", "off"]
+    compile: bool
+    evaluate_every: int
+    keep: list[Keep]
+    probe: int
+
+    def __post_init__(self) -> None:
+        for name, low in (("epochs", 1), ("seed", 0), ("evaluate_every", 1), ("probe", 1)):
+            _require_whole(name, getattr(self, name), low)
+        if self.graph not in ("auto", "off"):
+            raise UsageError(f"graph must be 'auto' or 'off', not {self.graph!r}")
+        if not isinstance(self.data, Dataset):
+            raise UsageError(f"data must be a Dataset, as cs.data.load(name) gives it, not {type(self.data).__name__}")
+        if not isinstance(self.rule, Rule):
+            raise UsageError(f"rule must be a rule, as cs.rules.DFA() makes it, not {self.rule!r}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the network's parameters and the inputs."""
+        return DTYPES[self.recipe.precision]
+
+    def as_options(self) -> dict[str, Any]:
+        """Return what a run records and compares: all that the bits depend on, as plain values."""
+        data = self.data
+        return {
+            "rule": config.to_dict(self.rule),
+            "data": {
+                "name": data.name,
+                "options": data.options,
+                "fingerprint": data.fingerprint(),
+                "normalise": {"mean": data.mean, "std": data.std},
+                "augment": data.augment,
+            },
+            "epochs": self.epochs,
+            "seed": self.seed,
+            "recipe": asdict(self.recipe),
+            "attach": _attach_options(**self.attach),
+            "device": self.device.type,
+            "threads": self.threads,
+            "graph": self.graph,
+            "compile": self.compile,
+            "evaluate_every": self.evaluate_every,
+            "keep": self.keep,
+            "probe": self.probe,
         }
-        run = None
-        if out is not None:
-            run = stack.enter_context(RunDirectory.claim(out, options, environment(device=str(place), threads=count)))
-        attach = {"blocks": blocks, "head": head, "state": state, "loss": loss, "feedback": feedback}
-        training = _Training(
-            made, rule, data, epochs, seed, chosen, place, attach, graph, compile, evaluate_every, kept, probe, run
-        )
-        return training.run(callbacks, progress)
 
 
-def _check(*, epochs: int, seed: int, evaluate_every: int, probe: int, graph: str, data: Any, rule: Any) -> None:
-    for name, value, low in (
-        ("epochs", epochs, 1),
-        ("seed", seed, 0),
-        ("evaluate_every", evaluate_every, 1),
-        ("probe", probe, 1),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise UsageError(f"{name} must be a whole number of at least {low}, not {value!r}")
-    if graph not in ("auto", "off"):
-        raise UsageError(f"graph must be 'auto' or 'off', not {graph!r}")
-    if not isinstance(data, Dataset):
-        raise UsageError(f"data must be a Dataset, as cs.data.load(name) gives it, not {type(data).__name__}")
-    if not isinstance(rule, Rule):
-        raise UsageError(f"rule must be a rule, as cs.rules.DFA() makes it, not {rule!r}")
+def _require_whole(name: str, value: Any, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise UsageError(f"{name} must be a whole number of at least {low}, not {value!r}")
 
 
-def _kept(keep: Iterable[int | str], epochs: int) -> list[int | str]:
+def _recipe(recipe: Recipe | None, changes: dict[str, Any]) -> Recipe:
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise UsageError(f"recipe must be a Recipe, such as cs.recipes.study, not {recipe!r}")
+    return (recipe or recipes.default).with_(**changes)
+
+
+def _kept(keep: Iterable[Keep], epochs: int) -> list[Keep]:
     kept = list(dict.fromkeys(keep))
     for item in kept:
         if item != "last" and not (isinstance(item, int) and 0 <= item <= epochs):
@@ -177,53 +237,97 @@ def _kept(keep: Iterable[int | str], epochs: int) -> list[int | str]:
     return kept
 
 
-def _recorded_threads(out: str | Path | None) -> int | None:
-    """Return the thread count that a run was begun with: the same bits want the same count."""
-    if out is None or not (Path(out) / "options.json").is_file():
-        return None
-    return RunDirectory.open(out).options.get("threads")
+def _device(given: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(given)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"device '{given}' cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _threads(given: int | None, out: str | Path | None) -> int:
+    """Return the thread count that is given, or that the run was begun with: the same bits want the same count."""
+    if given is not None:
+        _require_whole("threads", given, 1)
+        return given
+    recorded = RunDirectory.open(out).options.get("threads") if out and (Path(out) / "options.json").is_file() else None
+    return recorded or torch.get_num_threads()
+
+
+def _attach_options(
+    blocks: Sequence[str] | None, head: str | None, state: Any, loss: Any, feedback: Feedback | None
+) -> dict[str, Any]:
+    return {
+        "blocks": None if blocks is None else [*blocks],
+        "head": head,
+        "state": None if state is None else _name(state),
+        "loss": _name(loss or cross_entropy),
+        "feedback": None if feedback is None else _bits(feedback),
+    }
 
 
 def _described(network: Any, made: nn.Module) -> dict[str, Any]:
     """Return what a run records of its network: name and options, or name and the bits that it starts from."""
     if isinstance(network, config.NetworkSpec):
         return {"name": network.name, "options": network.options}
-    digest = hashlib.sha256()
-    for name, tensor in made.state_dict().items():
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return {"name": _name(type(made)), "fingerprint": digest.hexdigest()[:16]}
+    return {"name": _name(type(made)), "fingerprint": _bits(made.state_dict())}
+
+
+def _bits(state: Any) -> str:
+    """Return 16 hexadecimal digits that change with any bit of a state."""
+    tensors, structure = flatten(state)
+    return digest({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, repr(structure))[:16]
 
 
 def _name(thing: Any) -> str:
     return f"{getattr(thing, '__module__', '?')}.{getattr(thing, '__qualname__', type(thing).__name__)}"
 
 
-def _make(network: Any, seed: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Return the network: as it is, or made under the stream (seed, "init")."""
-    if not isinstance(network, nn.Module):
+# --- where it happens -------------------------------------------------------------------------------------------------
+
+
+def _make(network: Any, plan: _Plan) -> nn.Module:
+    """Return the network, as it is or made under the stream (seed, "init"), if it takes this data."""
+    if not isinstance(network, nn.Module) and callable(network):
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(derive(seed, "init"))
+            torch.default_generator.manual_seed(derive(plan.seed, "init"))
             network = network()
-        if not isinstance(network, nn.Module):
-            raise UsageError(f"network must be a module or a callable that makes one; it made {type(network).__name__}")
-    return network.to(device=device, dtype=dtype)
+    if not isinstance(network, nn.Module):
+        raise UsageError(f"network must be a module or a callable that makes one, not {type(network).__name__}")
+    return network.to(device=plan.device, dtype=plan.dtype)
+
+
+@contextmanager
+def _claimed(out: str | Path | None, network: dict[str, Any], plan: _Plan) -> Iterator[RunDirectory | None]:
+    """Claim the run's folder, where there is one."""
+    if out is None:
+        yield None
+        return
+    with RunDirectory.claim(
+        out, {"network": network, **plan.as_options()}, environment(device=plan.device, threads=plan.threads)
+    ) as run:
+        yield run
 
 
 @contextmanager
 def _global_settings(device: torch.device, threads: int, noise: int) -> Iterator[None]:
     """Set threads, determinism and the noise stream for the training, and put everything back."""
     before = torch.get_num_threads()
-    devices = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
+    on_gpu = device.type == "cuda"
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices))
-        stack.enter_context(torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False))
+        if on_gpu:
+            stack.enter_context(torch.cuda.device(device))
+        stack.enter_context(torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []))
+        stack.enter_context(
+            torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False)
+        )
         torch.default_generator.manual_seed(noise)
-        if devices:
+        if on_gpu:
             torch.cuda.manual_seed(noise)
         if threads != before:
-            torch.set_num_threads(threads)
             stack.callback(torch.set_num_threads, before)
+            torch.set_num_threads(threads)
         yield
 
 
@@ -253,265 +357,194 @@ class _Signals:
         self._restore()
 
 
-class _LossIsFinite:
-    """Looks at the device's flag without waiting for it."""
-
-    def __init__(self, flag: Tensor):
-        self._flag, self._steps = flag, 0
-        self._on_gpu = flag.device.type == "cuda"
-        self._host = torch.ones((), dtype=torch.bool, pin_memory=True) if self._on_gpu else flag
-        self._copied = torch.cuda.Event() if self._on_gpu else None
-        self._pending = False
-
-    def __call__(self) -> bool:
-        if self._copied is None:
-            return bool(self._flag)
-        self._steps += 1
-        if self._pending and self._copied.query():
-            self._pending = False
-            if not bool(self._host):
-                return False
-        if not self._pending and self._steps % POLL_EVERY == 0:
-            self._host.copy_(self._flag, non_blocking=True)
-            self._copied.record()
-            self._pending = True
-        return True
-
-
 class _DivergedError(Exception):
-    """The loss is no longer finite."""
+    """Something is no longer finite; ``where`` is the detail, where it is known already."""
+
+    def __init__(self, where: dict[str, Any] | None = None):
+        super().__init__(where)
+        self.where = where
+
+
+# --- the training -----------------------------------------------------------------------------------------------------
 
 
 class _Training:
     """The state of one training, and its loop."""
 
-    def __init__(
-        self,
-        network: nn.Module,
-        rule: Rule,
-        data: Dataset,
-        epochs: int,
-        seed: int,
-        recipe: Recipe,
-        device: torch.device,
-        attach: dict[str, Any],
-        graph: str,
-        compiled: bool,
-        evaluate_every: int,
-        keep: list[int | str],
-        probe: int,
-        run: RunDirectory | None,
-    ):
-        self.data, self.epochs, self.seed, self.recipe, self.run_directory = data, epochs, seed, recipe, run
-        self.evaluate_every, self.keep = evaluate_every, keep
-        dtype = DTYPES[recipe.precision]
-        options = {"dataset": data, "device": device, "dtype": dtype}
-        self.loader = Loader(data.train, batch=recipe.batch, drop_last=recipe.drop_last, **options)
+    def __init__(self, network: nn.Module, plan: _Plan):
+        self.plan = plan
+        data, recipe = plan.data, plan.recipe
+        self.loader = self._loader(data.train, recipe.batch, augment=None, drop_last=recipe.drop_last)
         self.evaluators = {
-            name: Loader(part, batch=min(EVALUATION_BATCH, len(part)), augment="none", **options)
+            name: self._loader(part, min(EVALUATION_BATCH, len(part)))
             for name, part in (("test", data.test), ("val", data.validation))
             if part is not None
         }
-        self.probe = min(probe, len(data.test))
-        self.probed = next(iter(Loader(data.test, batch=self.probe, augment="none", **options).ordered()))
-        _check_outputs(network, self.probed[0][:2], data)
-        self.learner = rule.attach(
+        self.probe = min(plan.probe, len(data.test))
+        self.probed = next(self._loader(data.test, self.probe).ordered())
+        example = self.probed[0][:2]
+        _check_outputs(network, example, data)
+        self.learner = plan.rule.attach(
             network,
-            **attach,
-            training_steps=epochs * len(self.loader),
-            example=self.probed[0][:2],
-            generator=stream(seed, "rule"),
+            **plan.attach,
+            training_steps=plan.epochs * len(self.loader),
+            example=example,
+            generator=stream(plan.seed, "rule"),
         )
-        if compiled:
+        if plan.compile:
             self.learner.compile()
         network.train()
         self.optimiser = make_optimiser(self.learner, recipe)
-        self.schedule = Schedule(self.optimiser, recipe, epochs)
-        self.tally = Tally.zero(device)
-        obstacle = _graph_obstacle(self.learner, device, graph)
-        self.stepper = Stepper(self.learner, self.optimiser, recipe, self.tally, graph=obstacle is None)
-        self.obstacle = obstacle
-        self.is_finite = _LossIsFinite(self.tally.finite)
-        self.device = device
+        self.schedule = Schedule(self.optimiser, recipe, plan.epochs)
+        self.tally = Tally(plan.device)
+        self._no_graph = _graph_obstacle(self.learner, plan)
+        self.stepper = Stepper(self.learner, self.optimiser, recipe, self.tally, graph=self._no_graph is None)
+        self.loss_is_finite = Watch(self.tally.finite)
         self.rows: list[dict[str, Any]] = []
         self.epoch = self.batch = 0
+        """Whole epochs done, and batches of the next one."""
         self.seconds = 0.0
-        self.anchor: dict[str, Any] | None = None
+        """Spent on those batches before an interruption."""
+        self.signals = _Signals()
+        self.journal = _Journal(None, plan.keep)
 
-    # --- the loop ------------------------------------------------------------------------------------------------
+    def _loader(self, part: Any, batch: int, **options: Any) -> Loader:
+        plan = self.plan
+        given = {"dataset": plan.data, "device": plan.device, "dtype": plan.dtype, "augment": "none"} | options
+        return Loader(part, batch=batch, **given)
 
-    def run(self, callbacks: Sequence[Callable[[EpochEnd], Any]], progress: Callable[[int, int, int], Any] | None) -> Result:
+    @property
+    def eager(self) -> str | None:
+        """Why the steps are not replayed from a CUDA graph; None where they are."""
+        return self._no_graph or self.stepper.obstacle
+
+    def run(self, directory: RunDirectory | None, callbacks: Sequence[Callback], progress: Progress | None) -> Result:
         """Train from where the run stands to its end."""
-        if self.run_directory is not None:
-            finished = self._resume(self.run_directory)
-            if finished is not None:
-                return finished
-        self.anchor = copy.deepcopy(self._state())
-        with _Signals() as signals:
+        self.journal = _Journal(directory, self.plan.keep)
+        ended = self._resumed()
+        if ended is not None:
+            return ended
+        self._anchor()
+        with self.signals:
             try:
-                if not self.rows:
-                    self._end_epoch({"epoch": 0}, time.perf_counter(), callbacks)
-                while self.epoch < self.epochs:
-                    self._one_epoch(signals, callbacks, progress)
-            except _DivergedError:
-                return self._diverged()
-            except KeyboardInterrupt:
-                self._interrupted()
-                raise
-        return self._finished()
+                self._train(callbacks, progress)
+                result = self._finished()
+            except _DivergedError as error:
+                result = self._diverged(error.where)
+            if self.signals.requested:
+                raise KeyboardInterrupt  # came too late to interrupt this, but is not lost
+        return result
 
-    def _one_epoch(self, signals: _Signals, callbacks: Any, progress: Any) -> None:
-        started = time.perf_counter()
+    def _train(self, callbacks: Sequence[Callback], progress: Progress | None) -> None:
+        if not self.rows:
+            self._end_epoch({"epoch": 0}, time.perf_counter(), callbacks)
+        while self.epoch < self.plan.epochs:
+            started = time.perf_counter()
+            self._grant_interruption(started)
+            self._steps(started, progress)
+            lr = self.schedule.lr
+            self.schedule.step()
+            self.epoch, self.batch = self.epoch + 1, 0
+            self._end_epoch({"epoch": self.epoch, "lr": lr, **self.tally.means()}, started, callbacks)
+
+    def _steps(self, started: float, progress: Progress | None) -> None:
+        """Take the remaining steps of an epoch."""
         number, steps = self.epoch + 1, len(self.loader)
         if self.batch == 0:
             self.tally.reset()
         self.learner.network.train()
-        for x, y in self.loader.epoch(self.seed, number, skip=self.batch):
+        for x, y in self.loader.epoch(self.plan.seed, number, skip=self.batch):
             self.stepper.step(x, y)
             self.batch += 1
             if progress is not None:
                 progress(number, self.batch, steps)
-            if not self.is_finite():
+            if not self.loss_is_finite():
                 raise _DivergedError
-            if signals.requested:
-                self.seconds += time.perf_counter() - started
-                raise KeyboardInterrupt
-        if not bool(self.tally.finite):
-            raise _DivergedError
-        lr = self.schedule.lr
-        self.schedule.step()
-        self.epoch, self.batch = number, 0
-        self._end_epoch({"epoch": number, "lr": lr, **self._training_scores()}, started, callbacks)
+            self._grant_interruption(started)
 
-    def _training_scores(self) -> dict[str, float]:
-        means = self.tally.means()
-        if not _is_classified(self.data):
-            means.pop("train_acc")
-        return means
+    def _grant_interruption(self, started: float) -> None:
+        """Between two steps, where the state is whole."""
+        if self.signals.requested:
+            self.seconds += time.perf_counter() - started
+            self.journal.interrupted(self)
+            raise KeyboardInterrupt
 
-    def _end_epoch(self, row: dict[str, Any], started: float, callbacks: Sequence[Callable[[EpochEnd], Any]]) -> None:
+    def _end_epoch(self, row: dict[str, Any], started: float, callbacks: Sequence[Callback]) -> None:
         """Evaluate where it is due, write down, save."""
-        epoch = self.epoch
-        if epoch % self.evaluate_every == 0 or epoch == self.epochs:
+        if not bool(self.tally.finite) or not all_finite(self.learner.parameters()):
+            raise _DivergedError
+        if self.epoch % self.plan.evaluate_every == 0 or self.epoch == self.plan.epochs:
             row |= self._evaluation()
         row["seconds"] = self.seconds + time.perf_counter() - started
         self.seconds = 0.0
         self.rows.append(row)
-        if any(value != value or abs(value) == float("inf") for key, value in row.items() if key.endswith("_loss")):
-            self.rows.pop()
-            raise _DivergedError
-        state = self._state()
-        if self.run_directory is not None:
-            if epoch in self.keep:
-                flat, meta = flatten({"learner": self.learner.state_dict(), "epoch": epoch})
-                self.run_directory.save_checkpoint(f"epoch-{epoch:04d}", flat, meta)
-            self.run_directory.save_checkpoint("last", *flatten(state))
-            self.run_directory.write_history(self.history())
-            self.run_directory.write_status("running", epoch=epoch)
-            self.run_directory.log(_line(row))
-        self.anchor = copy.deepcopy(state)
+        self._anchor()
+        self.journal.epoch(self)
         for callback in callbacks:
-            callback(EpochEnd(epoch, self.epochs, row, self.learner))
+            callback(EpochEnd(self.epoch, self.plan.epochs, row, self.learner))
 
     def _evaluation(self) -> dict[str, Any]:
         row: dict[str, Any] = {}
         for name, loader in self.evaluators.items():
-            scores = evaluate(self.learner, loader.ordered(), autocast=self.recipe.precision == "bfloat16")
-            row[f"{name}_loss"] = scores.loss
-            if _is_classified(self.data):
-                row[f"{name}_acc"] = scores.accuracy
+            autocast = self.plan.recipe.precision == "bfloat16"
+            row[f"{name}_loss"], row[f"{name}_acc"] = evaluate(self.learner, loader.ordered(), autocast=autocast)
         row["state_norm"], row["reference_norm"] = norms(self.learner, *self.probed)
+        for name in self.evaluators:
+            if not math.isfinite(row[f"{name}_loss"]):
+                raise _DivergedError(self._at(self.epoch, 0, Place("head", f"{name}_loss")))
         return row
 
     def history(self) -> xr.Dataset:
         """Return the rows so far."""
-        splits = {"train": self.loader.examples, **{n: len(e._y) for n, e in self.evaluators.items()}}
-        return as_dataset(self.rows, probe=self.probe, examples=splits)
+        loaders = {"train": self.loader, **self.evaluators}
+        return as_dataset(self.rows, probe=self.probe, examples={name: l.examples for name, l in loaders.items()})
 
     # --- ends ----------------------------------------------------------------------------------------------------
 
     def _finished(self) -> Result:
-        detail = {key: value for key, value in self.rows[-1].items() if isinstance(value, int | float) and key != "seconds"}
-        if self.run_directory is not None:
-            self.run_directory.write_history(self.history())
-            if "last" not in self.keep:
-                self.run_directory.delete_checkpoint("last")
-            self.run_directory.write_status("finished", **detail)
+        self.journal.finished(self)
         return self._result("finished", {})
 
-    def _interrupted(self) -> None:
-        if self.run_directory is not None and self.rows:
-            self.run_directory.save_checkpoint("last", *flatten(self._state()))
-            self.run_directory.write_history(self.history())
-            self.run_directory.write_status("interrupted", epoch=self.epoch, batch=self.batch)
-            self.run_directory.log(f"interrupted in epoch {self.epoch + 1}, after batch {self.batch}")
-
-    def _diverged(self) -> Result:
-        """Find the place by replay from the last checkpoint, which stays."""
-        where = self._locate()
-        assert self.anchor is not None
-        self._load(self.anchor)
-        if self.run_directory is not None:
-            if self.rows:
-                self.run_directory.write_history(self.history())
-            self.run_directory.write_status("diverged", **where)
-            self.run_directory.log(f"diverged: {where}")
+    def _diverged(self, where: dict[str, Any] | None) -> Result:
+        """Say where, found by replay from the last checkpoint, which stays."""
+        where = where or self._located()
+        self._load(self._last)
+        self.journal.diverged(self, where)
         return self._result("diverged", where)
 
     def _result(self, status: Outcome, detail: dict[str, Any], *, resumed: bool = False) -> Result:
-        directory = self.run_directory.path if self.run_directory is not None else None
-        return Result(self.history(), self.learner, status, detail, directory, resumed)
+        return Result(self.history(), self.learner, status, detail, self.journal.path, resumed, self.eager)
 
-    def _locate(self) -> dict[str, Any]:
-        """Repeat the steps from the last checkpoint and name the first tensor that is not finite."""
-        assert self.anchor is not None
-        self._load(self.anchor)
-        self.stepper.obstacle = "looked at step by step"
-        number = self.epoch + 1
+    def _located(self) -> dict[str, Any]:
+        """Repeat the steps since the last checkpoint and find the first tensor that is not finite."""
+        self._load(self._last)
         self.learner.network.train()
-        for x, y in self.loader.epoch(self.seed, number, skip=self.batch) if number <= self.epochs else ():
-            found = self._broken(x, y)
-            if found is not None:
-                step = self.epoch * len(self.loader) + self.batch + 1
-                return {"epoch": number, "step": step, "layer": found[0], "tensor": found[1]}
+        number = self.epoch + 1
+        for x, y in self.loader.epoch(self.plan.seed, number, skip=self.batch):
             self.batch += 1
-        return {"epoch": number, "step": number * len(self.loader), "layer": "evaluation", "tensor": "loss"}
+            found = self.stepper.first_broken(x, y)
+            if found is not None:
+                return self._at(number, self.batch, found)
+        return self._at(number, self.batch, Place("unknown", "unknown: all was finite when it was repeated"))
 
-    def _broken(self, x: Any, y: Any) -> tuple[str, str] | None:
-        """Take one step and return the layer and name of the first tensor in it that is not finite."""
-        sections = self.learner.sections
-        owner = {name: section for section, names in sections.items() for name in names}
-        states = self.learner.states(x)
-        named = [*self.learner.network.named_parameters()]
-        names = [*self.learner.cut.blocks, "head"]
-        for l, h in enumerate(states):
-            if not bool(torch.isfinite(h).all()):
-                return names[l], f"state {l}"
-        self.stepper._work(x, y)
-        checks: list[tuple[str, str, Tensor | None]] = [("head", "outputs", self.learner.outputs)]
-        checks += [(owner[name], f"gradient of {name}", p.grad) for name, p in named]
-        checks += [(owner[name], name, p) for name, p in named]
-        for layer, name, tensor in checks:
-            if tensor is not None and not bool(torch.isfinite(tensor).all()):
-                return layer, name
-        return None if bool(self.tally.finite) else ("head", "loss")
+    def _at(self, epoch: int, batch: int, place: Place) -> dict[str, Any]:
+        step = (epoch - 1) * len(self.loader) + batch if batch else epoch * len(self.loader)
+        return {"epoch": epoch, "step": step, **place._asdict()}
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    def _state(self) -> dict[str, Any]:
-        """Everything that the rest of the training depends on."""
-        tally = self.tally
+    def _anchor(self) -> None:
+        """Keep the present state in memory: where a divergence is looked for from, and what it goes back to."""
+        self._last = copy.deepcopy(self.state())
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that the rest of the training depends on."""
         return {
             "learner": self.learner.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "noise": _noise(self.device),
-            "tally": {
-                "loss": tally.loss,
-                "correct": tally.correct,
-                "examples": tally.examples,
-                "metrics": dict(tally.metrics),
-            },
+            "noise": _noise(self.plan.device),
+            "tally": dict(self.tally.sums),
             "progress": {"epoch": self.epoch, "batch": self.batch, "seconds": self.seconds, "rows": self.rows},
         }
 
@@ -519,58 +552,45 @@ class _Training:
         """Go back to a state."""
         self.learner.load_state_dict(state["learner"])
         self.optimiser.load_state_dict(copy.deepcopy(state["optimiser"]))
-        if self.device.type == "cuda":
-            for group in self.optimiser.param_groups:
-                group["lr"] = torch.tensor(float(group["lr"]), device=self.device)
+        tensor_rates(self.optimiser)
         self.schedule.load_state_dict(state["schedule"])
-        _set_noise(state["noise"], self.device)
-        tally, saved = self.tally, state["tally"]
-        tally.loss.copy_(saved["loss"])
-        tally.correct.copy_(saved["correct"])
-        tally.examples = int(saved["examples"])
-        for name, value in saved["metrics"].items():
-            tally.metrics.setdefault(name, torch.zeros_like(tally.loss)).copy_(value)
-        tally.finite.fill_(True)
+        _set_noise(state["noise"], self.plan.device)
+        self.tally.load(state["tally"])
         progress = state["progress"]
-        self.epoch, self.batch = int(progress["epoch"]), int(progress["batch"])
-        self.seconds, self.rows = float(progress["seconds"]), copy.deepcopy(progress["rows"])
+        self.epoch, self.batch = progress["epoch"], progress["batch"]
+        self.seconds, self.rows = progress["seconds"], copy.deepcopy(progress["rows"])
 
-    def _resume(self, run: RunDirectory) -> Result | None:
+    def _resumed(self) -> Result | None:
         """Go on from the last checkpoint; of a run that has ended, return what it gave."""
-        saved = run.load_checkpoint("last")
-        if saved is not None:
-            self._load(unflatten(*saved))
-        elif run.status.state == "finished":
-            raise UsageError(f"{run.path} is finished, and its last checkpoint was not kept: there is nothing to load")
-        if run.status.state == "finished":
-            return self._result("finished", {}, resumed=True)
-        if run.status.state == "diverged":
-            return self._result("diverged", {"epoch": run.status.epoch, **run.status.detail}, resumed=True)
-        if saved is not None:
-            run.log(f"goes on after epoch {self.epoch}, batch {self.batch}")
-        return None
+        state = self.journal.last()
+        if state is not None:
+            self._load(state)
+        status = self.journal.status
+        if status is None or not status.ended:
+            self.journal.goes_on(self)
+            return None
+        if status.state == "diverged":
+            return self._result("diverged", {"epoch": status.epoch, **status.detail}, resumed=True)
+        return self._result("finished", {}, resumed=True)
 
 
 def _check_outputs(network: nn.Module, x: Tensor, data: Dataset) -> None:
-    """A network for another number of classes would fail late, or learn nothing."""
-    before = network.training
-    network.eval()
-    with torch.no_grad():
-        output = first_tensor(call(network, x))
-    network.train(before)
-    if _is_classified(data) and output is not None and output.ndim == 2 and output.shape[1] < data.classes:
+    """A network for other inputs, or for another number of classes, would fail late or learn nothing."""
+    with evaluating(network), undisturbed(network), torch.no_grad():
+        try:
+            output = first_tensor(call(network, x))
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise UsageError(f"the network does not take {data.name}'s examples of {data.shape}: {reason}") from error
+    if output is not None and output.ndim == 2 and output.shape[1] < data.classes:
         raise UsageError(f"the network has {output.shape[1]} outputs, but {data.name} has {data.classes} classes")
 
 
-def _is_classified(data: Dataset) -> bool:
-    return not data.train.y.is_floating_point()
-
-
-def _graph_obstacle(learner: Learner, device: torch.device, graph: str) -> str | None:
-    """Return why the step is not captured in a CUDA graph; None where it is to be."""
-    if device.type != "cuda":
+def _graph_obstacle(learner: Learner, plan: _Plan) -> str | None:
+    """Return why no CUDA graph is tried; None where one is to be."""
+    if plan.device.type != "cuda":
         return "no GPU"
-    if graph == "off":
+    if plan.graph == "off":
         return "switched off"
     return learner.rule.capture_obstacle(learner.site)
 
@@ -582,8 +602,87 @@ def _noise(device: torch.device) -> dict[str, Tensor]:
 
 def _set_noise(states: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
+    if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+class _Journal:
+    """What a training writes into its folder; without a folder, nothing."""
+
+    def __init__(self, run: RunDirectory | None, keep: Sequence[Keep]):
+        self._run, self._keep = run, keep
+
+    @property
+    def path(self) -> Path | None:
+        """The folder."""
+        return self._run.path if self._run else None
+
+    @property
+    def status(self) -> Status | None:
+        """How far the run on disk has come."""
+        return self._run.status if self._run else None
+
+    def last(self) -> dict[str, Any] | None:
+        """Return the state that was saved last."""
+        if self._run is None:
+            return None
+        saved = self._run.load_checkpoint("last")
+        if saved is None and self._run.status.state == "finished":
+            raise UsageError(f"{self.path} is finished, and its last checkpoint was not kept: there is nothing to load")
+        self._drop_unwanted()
+        return None if saved is None else unflatten(*saved)
+
+    def _drop_unwanted(self) -> None:
+        """Remove the last checkpoint where it is not to stay: only once the run says that it is finished."""
+        if self._run is not None and "last" not in self._keep and self._run.status.state == "finished":
+            self._run.delete_checkpoint("last")
+
+    def goes_on(self, training: _Training) -> None:
+        """Say from where a run is taken up."""
+        if self._run is not None and training.rows:
+            self._run.log(f"goes on after epoch {training.epoch}, batch {training.batch}")
+
+    def epoch(self, training: _Training) -> None:
+        """Save after an epoch. The checkpoint counts: what a kill leaves unwritten behind it is written again."""
+        if self._run is None:
+            return
+        epoch = training.epoch
+        if epoch in self._keep:
+            kept = {"learner": training.learner.state_dict(), "epoch": epoch}
+            self._run.save_checkpoint(f"epoch-{epoch:04d}", *flatten(kept))
+        self._save(training)
+        self._run.write_status("running", epoch=epoch)
+        self._run.log(_line(training.rows[-1]))
+        if epoch == 1 and training.plan.device.type == "cuda" and training.eager:
+            self._run.log(f"steps are not replayed from a CUDA graph: {training.eager}")
+
+    def _save(self, training: _Training) -> None:
+        if self._run is not None:
+            self._run.save_checkpoint("last", *flatten(training.state()))
+            self._run.write_history(training.history())
+
+    def interrupted(self, training: _Training) -> None:
+        """Save between two steps."""
+        if self._run is not None:
+            self._save(training)
+            self._run.write_status("interrupted", epoch=training.epoch, batch=training.batch)
+            self._run.log(f"interrupted in epoch {training.epoch + 1}, after batch {training.batch}")
+
+    def diverged(self, training: _Training, where: dict[str, Any]) -> None:
+        """Record where; the last checkpoint stays."""
+        if self._run is not None:
+            self._run.write_history(training.history())
+            self._run.write_status("diverged", **where)
+            self._run.log(f"diverged: {where}")
+
+    def finished(self, training: _Training) -> None:
+        """Record the scores that the training ended with."""
+        if self._run is not None:
+            row = training.rows[-1]
+            scores = {key: row[key] for key in row if isinstance(row[key], int | float) and key != "seconds"}
+            self._run.write_history(training.history())
+            self._run.write_status("finished", **scores)
+            self._drop_unwanted()
 
 
 def _line(row: dict[str, Any]) -> str:

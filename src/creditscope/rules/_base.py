@@ -444,7 +444,8 @@ class Learner(nn.Module):
 
     @property
     def phase(self) -> tuple[int, ...]:
-        """What the rule does at present: a captured step is to be captured again where this changes."""
+        """What the rule does in the next ``backward``: a captured step is to be captured again where this changes."""
+        self._count_update()
         return self.rule.phase(self.site)
 
     # --- what trains, what is saved ------------------------------------------------------------------------------
@@ -538,10 +539,6 @@ class Learner(nn.Module):
 
     def _network_version(self) -> int:
         return sum(p._version for p in self.network.parameters())
-
-    def count_replay(self) -> None:
-        """Advance the progress for a replay of a captured step, in which no Python runs."""
-        self.site.step += 1
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
