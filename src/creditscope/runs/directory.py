@@ -91,16 +91,14 @@ class RunDirectory:
         made = _make_folder(path)
         try:
             run = cls(path, lock.Lock(path / "lock"))
-        except BaseException:
-            _remove_empty(path, made)
-            raise
-        try:
-            run._settle(options, environment)
-            made = made and not _is_run(path)
-            yield run
+            try:
+                run._settle(options, environment)
+                yield run
+            finally:
+                run._release()
         finally:
-            run._release()
-            _remove_empty(path, made)
+            if made:
+                _remove_empty(path)
 
     def _settle(self, given: dict[str, Any], environment: dict[str, Any] | None) -> None:
         files.sweep(self.path)
@@ -295,7 +293,7 @@ def _refuse_foreign(path: Path) -> None:
         raise UsageError(f"{path} is no run and not empty (it holds {others[0]}): choose another folder")
 
 
-def _remove_empty(path: Path, made: bool) -> None:
-    if made:
-        with suppress(OSError):  # not empty, or its disk is gone: the error that led here is the one to tell
-            path.rmdir()
+def _remove_empty(path: Path) -> None:
+    """Remove the folder of a run that could not even be begun."""
+    with suppress(OSError):  # it holds a run, or its disk is gone
+        path.rmdir()
