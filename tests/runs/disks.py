@@ -15,7 +15,7 @@ import pytest
 def _mount(*arguments: str) -> None:
     done = subprocess.run(["mount", *arguments], capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"this process may not mount a disk: {done.stderr.strip()}")
+        pytest.skip(f"this process may not mount a disk: {done.stderr.splitlines()[0]}")
 
 
 @contextmanager
