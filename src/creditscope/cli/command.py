@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -46,6 +47,10 @@ class Command:
             raise _not_understood(rest, flags, parser.prog)
         texts = vars(given)
         return cls(**{f.field: convert(texts[f.field], f.option.hint, f.spelling) for f in flags if f.field in texts})
+
+    def arguments(self) -> list[str]:
+        """Return the arguments that :meth:`parse` makes this command of, quoted for a shell."""
+        return [text for item in flags_of(type(self)) for text in item.arguments(getattr(self, item.field))]
 
 
 def say(text: str = "") -> None:
@@ -100,6 +105,16 @@ class Flag:
         if default is MISSING or default in (None, False, ()):
             return self.doc
         return f"{self.doc} (default: {','.join(map(str, default)) if isinstance(default, tuple) else default})"
+
+    def arguments(self, value: Any) -> list[str]:
+        """Return how a value is given, quoted for a shell; nothing where it is the default."""
+        if value == self.option.default:
+            return []
+        if value is True:
+            return [self.spelling]
+        values = [*value] if self.repeated else [",".join(map(str, value)) if isinstance(value, tuple) else value]
+        texts = [shlex.quote(str(item)) for item in values]
+        return texts if self.is_placed else [part for text in texts for part in (self.spelling, text)]
 
 
 def argument(spelling: str, default: Any = MISSING) -> Any:

@@ -12,7 +12,7 @@ from creditscope.cli.command import complain
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from creditscope.train import EpochEnd
+    from creditscope.train import EpochEnd, Result
 
 
 def _bars(*shown: Any) -> Progress:
@@ -95,6 +95,49 @@ def training(label: str, epochs: int) -> Iterator[Lines | Bar]:
         return
     with _bars() as bars:
         yield Bar(bars, label, epochs)
+
+
+class Series:
+    """A line for every training of several, above a bar over all of them where there is a terminal."""
+
+    def __init__(self, trainings: int, epochs: int, bars: Progress | None):
+        self._trainings, self._epochs, self._bars = trainings, epochs, bars
+        self._done, self._label = 0, ""
+        self._task = bars.add_task("", total=trainings * epochs) if bars else None
+
+    def begin(self, label: str) -> None:
+        """Begin the next training."""
+        self._label = label
+        self._show(0, "")
+
+    def epoch(self, end: EpochEnd) -> None:
+        """Show how far it is."""
+        self._show(end.epoch, f"  epoch {end.epoch}/{end.epochs}  {scores(end.row)}")
+
+    def end(self, result: Result) -> None:
+        """Say what the training gave."""
+        self._done += 1
+        accuracy = float(result.history["test_acc"][-1])
+        line = f"{self._done:>2}/{self._trainings} {self._label}: {result.status}, test_acc {accuracy:.3f}"
+        if self._bars is None:
+            complain(line)
+        else:
+            self._bars.console.print(line, highlight=False)
+
+    def _show(self, epoch: int, text: str) -> None:
+        if self._bars is not None and self._task is not None:
+            done = self._done * self._epochs + epoch
+            self._bars.update(self._task, completed=done, description=f"{self._label}{text}")
+
+
+@contextmanager
+def several(trainings: int, epochs: int) -> Iterator[Series]:
+    """Give what goes along with several trainings, one after the other."""
+    if not sys.stderr.isatty():
+        yield Series(trainings, epochs, None)
+        return
+    with _bars() as bars:
+        yield Series(trainings, epochs, bars)
 
 
 def scores(row: Mapping[str, Any]) -> str:

@@ -1,0 +1,8 @@
+"""One self-contained HTML page: a table, figures, the environment, and how to repeat it. Loads no torch."""
+
+from __future__ import annotations
+
+from creditscope.report.page import Illustration, Page
+from creditscope.report.tables import Table, accuracies
+
+__all__ = ["Illustration", "Page", "Table", "accuracies"]
