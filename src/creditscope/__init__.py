@@ -10,6 +10,11 @@ __version__ = "0.1.0"
 # name -> where it lives. Resolved on first use, so that `import creditscope` costs little and loads no torch.
 _PUBLIC = {
     "fit": "creditscope.train:fit",
+    "audit": "creditscope.auditing.run:audit",
+    "load_audit": "creditscope.auditing.result:load_audit",
+    "calibrate": "creditscope.auditing.thresholds:calibrate",
+    "Convention": "creditscope.auditing.subject:Convention",
+    "protocols": "creditscope.auditing.protocols",
     "recipes": "creditscope.recipes",
     "nets": "creditscope.nets",
     "rules": "creditscope.rules",
@@ -21,6 +26,11 @@ __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
     from creditscope import data, nets, recipes, rules, testing
+    from creditscope.auditing import protocols
+    from creditscope.auditing.result import load_audit
+    from creditscope.auditing.run import audit
+    from creditscope.auditing.subject import Convention
+    from creditscope.auditing.thresholds import calibrate
     from creditscope.train import fit
 
 

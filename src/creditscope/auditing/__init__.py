@@ -1,0 +1,1 @@
+"""The audit: what was learned layer by layer, and can the measurement be believed."""

@@ -1,0 +1,215 @@
+"""What all credits of an audit share: reference, replays, probed directions, the precision certificate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from creditscope.auditing.probe import RESOLVED, Probe
+from creditscope.auditing.subject import Subject
+from creditscope.errors import UsageError
+from creditscope.metrics.causal import directions, loss_changes, nudge_steps, probe
+from creditscope.replay import Replay
+from creditscope.tape import Cut, Exact
+from creditscope.topology import call, map_inputs
+
+ETAS = (0.001, 0.003, 0.01)
+Probed = tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an audit measures."""
+
+    tier: Literal["quick", "standard", "full"] = "standard"
+    probe: Literal["float64", "published"] = "float64"
+    directions: int = 32
+    epsilon: float = 1e-3
+    nulls: int = 200
+    draws: int = 1000
+    published_batch: int = 128
+    chunk: int = 4096
+    seed: int = 0
+
+
+class Bench:
+    """One network and one evaluation set, measured once for all credits."""
+
+    def __init__(self, subject: Subject, settings: Settings, reference: Callable[[Any, Any], Any] | None):
+        self.subject, self.settings = subject, settings
+        self.cut, self.x, self.y = subject.cut, subject.x, subject.y
+        self._given = reference
+
+    def generator(self, *purpose: str | int) -> torch.Generator:
+        """Return the stream of one purpose of this audit."""
+        from creditscope.rng import stream
+
+        return stream(self.settings.seed, "audit", *purpose)
+
+    @property
+    def depth(self) -> int:
+        """The number of blocks."""
+        return self.cut.depth
+
+    @cached_property
+    def native(self) -> Exact:
+        """States and exact credits in the network's own precision."""
+        return self.cut.exact(self.x, self.y)
+
+    @cached_property
+    def doubled(self) -> Cut:
+        """The network in float64."""
+        return self.cut.astype(torch.float64)
+
+    @cached_property
+    def exact(self) -> Exact:
+        """States and exact credits in float64."""
+        return self.doubled.exact(*self._doubled_data())
+
+    def _doubled_data(self) -> tuple[Any, Any]:
+        cast = lambda t: t.double() if t.is_floating_point() else t  # noqa: E731
+        return map_inputs(self.x, cast), map_inputs(self.y, cast)
+
+    @cached_property
+    def autograd(self) -> list[Tensor]:
+        """g_l by autograd in float64."""
+        return self.exact.gradients
+
+    @cached_property
+    def reference(self) -> list[Tensor]:
+        """g_l: by autograd in float64, or what the user's ``reference=`` gives."""
+        if self._given is None:
+            return self.autograd
+        given = self._given(self.x, self.y)
+        shapes = [h.shape for h in self.exact.states]
+        if not isinstance(given, list | tuple) or [getattr(g, "shape", None) for g in given] != shapes:
+            raise UsageError(f"reference= must give one tensor a state, of shapes {[tuple(s) for s in shapes]}")
+        return [g.detach().double() for g in given]
+
+    @cached_property
+    def replay(self) -> Replay:
+        """The recorded pass from whose states tails are run."""
+        if self.settings.probe == "published":
+            return Replay.of(self.cut, self.x, self.y)
+        return Replay.of(self.doubled, *self._doubled_data())
+
+    @cached_property
+    def probe(self) -> Probe:
+        """Loss changes around the states."""
+        return Probe(self.replay, self.settings.epsilon, self.settings.probe == "published")
+
+    @cached_property
+    def finite(self) -> Tensor:
+        """Which examples have finite states, outputs and reference: (B,)."""
+        parts = [*self.exact.states, *self.reference, self.exact.output]
+        return torch.stack([torch.isfinite(t.flatten(1)).all(1) for t in parts]).all(0)
+
+    @cached_property
+    def planted(self) -> list[Tensor]:
+        """Random credits of unit norm per example, whose ρ is known by theory."""
+        drawn = []
+        for l, g in enumerate(self.reference):
+            shape, generator = tuple(g.shape), self.generator("planted", l)
+            drawn.append(directions(shape, 1, generator, device=g.device)[0])
+        return drawn
+
+    @cached_property
+    def correlated(self) -> list[list[Probed]]:
+        """For each state and each credit, the predicted and true loss changes along the same random directions.
+
+        The credits are the random one of known ρ, then the claims' in their order (None: not given).
+        """
+        rows = []
+        for l, planted in enumerate(self.planted):
+            given = [planted, *(claim.credits[l] for claim in self.subject.claims)]
+            asked = [a for a in given if a is not None]
+            found = probe(
+                self.probe.change(l),
+                self.probe.state(l),
+                asked,
+                self.generator("directions", l),
+                count=self.settings.directions,
+                epsilon=self.probe.step_size(l),
+                chunk=self.settings.chunk,
+                base=torch.zeros_like(self.replay.losses),
+            )
+            predictions = iter(found.predicted[:, :, self.finite])
+            actual = found.actual[:, self.finite]
+            rows.append([None if a is None else (next(predictions), actual) for a in given])
+        return rows
+
+    @cached_property
+    def resolution(self) -> list[float]:
+        """For each state, how many roundings a probing step changes the outputs by."""
+        found = []
+        for l in range(self.depth + 1):
+            h = self.probe.state(l)
+            v = directions(tuple(h.shape), 1, self.generator("resolution", l), dtype=h.dtype, device=h.device)[0]
+            found.append(self.probe.resolution(l, v * self.probe.step_size(l)))
+        return found
+
+    def is_resolved(self, l: int) -> bool:
+        """Tell whether loss changes at a state stand above rounding."""
+        return self.resolution[l] >= RESOLVED
+
+    @cached_property
+    def reference_nudges(self) -> list[list[Tensor | None]]:
+        """Loss changes after steps down the reference, by state and η."""
+        return self.nudges(self.reference)
+
+    def nudges(self, credits: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
+        """Return ℓᵢ(h_l − η·a/RMS(a)) − ℓᵢ(h_l) by state and η; None where no credit is given."""
+        return [[self._nudge(l, a, eta) for eta in ETAS] for l, a in enumerate(credits)]
+
+    def _nudge(self, l: int, a: Tensor | None, eta: float) -> Tensor | None:
+        if a is None:
+            return None
+        h, change = self.probe.state(l), self.probe.change(l)
+        steps = nudge_steps(a, eta).to(h.dtype)
+        known = torch.isfinite(steps.flatten(1)).all(1)
+        steps = steps.nan_to_num(0.0, 0.0, 0.0)[None]
+        base = torch.zeros_like(self.replay.losses)
+        return loss_changes(change, h, steps, chunk=self.settings.chunk, base=base)[0].masked_fill(~known, math.nan)
+
+    @cached_property
+    def branches(self) -> list[Tensor | None]:
+        """f_l(h_l) where the network exposes it, else None."""
+        hidden = self.cut.topology.hidden if self.cut.topology else ()
+        with torch.no_grad(), self.cut.recorder("local") as record:
+            call(self.cut.network, self.x)
+        return [
+            None if name in hidden or point is None else point.tensor
+            for name, point in zip(self.cut.blocks, record.branches, strict=True)
+        ]
+
+    @cached_property
+    def certified(self) -> list[Tensor]:
+        """g_l in the network's own precision from an exact, rescaled error: what backprop through the network loses.
+
+        The error e is taken in float64, scaled to its largest entry per example, and sent back in the network's
+        precision. So neither the loss's own cancellation (softmax − onehot at a loss near zero) nor its smallness is
+        charged to the network: only lost directions are. Scales cancel in the comparison.
+        """
+        x, y = self._doubled_data()
+        with self.doubled.tape(x, y) as tape:
+            errors = tape.errors
+        scale = errors.flatten(1).abs().amax(1).clamp_min(torch.finfo(torch.float64).tiny)
+        scale = scale.reshape(-1, *[1] * (errors.ndim - 1))
+        unit = (errors / scale).to(self.native.output.dtype)
+        linear = Cut(
+            self.cut.network,
+            self.cut.blocks,
+            self.cut.head,
+            self.cut.state,
+            lambda output, _: (output * unit).flatten(1).sum(1),
+            self.cut.bypass,
+            self.cut.topology,
+        )
+        lengths = scale.flatten()
+        return [g.double() * lengths.reshape(-1, *[1] * (g.ndim - 1)) for g in linear.exact(self.x, self.y).gradients]

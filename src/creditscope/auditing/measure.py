@@ -1,0 +1,370 @@
+"""The measurements: what the network and its reference are like, and what each credit is worth, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from creditscope.auditing.bench import Bench
+from creditscope.auditing.nulls import null_draws
+from creditscope.auditing.sheet import Sheet
+from creditscope.auditing.subject import Claim
+from creditscope.metrics.alignment import (
+    cosine,
+    cosine_clamped,
+    is_clamped,
+    norm_ratio,
+    pooled_ratio,
+    pooled_terms,
+    sign_agreement,
+)
+from creditscope.metrics.causal import pearson, rho, rho_terms
+from creditscope.metrics.drift import effective_rank
+from creditscope.metrics.nulls import holm, one_sided_p, shuffled_cosines, z_score
+from creditscope.metrics.reference import angle, cross_batch_stability, finite_difference_agreement, relative_error
+from creditscope.metrics.scale import branch_ratio, lower_median, norm, quartiles
+from creditscope.metrics.summary import Estimate, Resampling, best_share, participation_ratio, ratio
+
+NAN = float("nan")
+MEAN = "mean over examples"
+MEDIAN = "lower median over examples"
+ALPHA = 1e-3
+SHUFFLES = 20
+NO_CREDIT = "no credit was given for this state"
+NO_DIRECTION = "a credit or reference of zero, or that is not finite, has no direction"
+
+
+def mean(values: Tensor) -> float:
+    """Return the mean over what is known, NaN where nothing is."""
+    return float(values.nanmean())
+
+
+def put_estimate(sheet: Sheet, name: str, found: Estimate, dims: Sequence[str], label: str, **about: Any) -> None:
+    """Add a statistic with its n and its interval."""
+    bounds = torch.stack([found.low, found.high], dim=-1)
+    sheet.put(name, found.value, dims, label, n=found.n.tolist(), interval=bounds, **about)
+
+
+# --- the network and its reference ------------------------------------------------------------------------------------
+
+
+def measure_scale(bench: Bench, sheet: Sheet, resampling: Resampling) -> None:
+    """Norms of states and reference, growth, and branch over stream."""
+    states = torch.stack([norm(h) for h in bench.exact.states])
+    reference = torch.stack([norm(g) for g in bench.reference])
+    for name, norms, label in (
+        ("state_norm", states, "‖h_l‖, per example"),
+        ("reference_norm", reference, "‖g_l‖, per example, of the summed loss"),
+    ):
+        put_estimate(sheet, name, resampling.median(norms), ["layer"], label, how=MEDIAN)
+        n = norms.shape[1]
+        sheet.put(
+            f"{name}_quartiles",
+            quartiles(norms).T,
+            ["layer", "quartile"],
+            f"quartiles of {label}",
+            n=n,
+            how="over examples",
+        )
+    how = "ratio of lower medians of ‖h‖"
+    growth = resampling.median_ratio(states[1:], states[:-1])
+    put_estimate(sheet, "growth", growth, ["block"], "growth of the state over a block", how=how)
+    known = growth.value[~growth.value.isnan()]
+    worst = float(known.max()) if known.numel() else NAN
+    sheet.put("max_growth", worst, [], "largest growth over a block", how="maximum over blocks")
+    total = resampling.median_ratio(states[-1:], states[:1])
+    put_estimate(sheet, "total_growth", Estimate(*(t[0] for t in total)), [], "growth from h_0 to h_L", how=how)
+    unknown = torch.full_like(states[0], NAN)
+    shares = [
+        unknown if f is None else branch_ratio(f, h) for f, h in zip(bench.branches, bench.exact.states, strict=False)
+    ]
+    put_estimate(
+        sheet,
+        "branch_ratio",
+        resampling.median(torch.stack(shares)),
+        ["block"],
+        "‖f_l(h_l)‖ / ‖h_l‖",
+        how=MEDIAN,
+        missing="the block adds its skip inside and does not expose its branch, or changes the state's shape",
+    )
+    batch = bench.settings.published_batch
+    published = [float(lower_median(norm(g))) / batch for g in bench.native.gradients]
+    label = "‖g_l‖ as papers print it: of the mean-reduced loss, in the network's own precision"
+    sheet.put("published_reference_norm", published, ["layer"], label, n=states.shape[1], how=MEDIAN, batch=batch)
+
+
+def measure_reference(bench: Bench, sheet: Sheet, resampling: Resampling) -> None:
+    """The precision certificate, and whether autograd is the gradient of this network."""
+    finite, exact = bench.finite, bench.autograd
+    n = int(finite.sum())
+    for name, tensors, label in (
+        (
+            "precision_error",
+            bench.certified,
+            "relative error of backprop in the network's precision, from an exact error",
+        ),
+        (
+            "training_error",
+            bench.native.gradients,
+            "relative error of the gradient that training sees, the loss's own included",
+        ),
+    ):
+        errors = [_pooled_error(t[finite], g[finite]) for t, g in zip(tensors, exact, strict=True)]
+        sheet.put(name, errors, ["layer"], label, n=n, how="√(Σ‖Δ‖² / Σ‖g‖²) over examples", missing=NO_DIRECTION)
+    both = list(zip(bench.certified, exact, strict=True))
+    for name, metric, label, unit in (
+        (
+            "precision_error_median",
+            relative_error,
+            "relative error per example of backprop in the network's precision",
+            "1",
+        ),
+        ("precision_angle", angle, "angle between backprop in the network's precision and in float64", "rad"),
+    ):
+        found = resampling.median(torch.stack([metric(t.double(), g) for t, g in both]))
+        put_estimate(sheet, name, found, ["layer"], label, unit=unit, how=MEDIAN, missing=NO_DIRECTION)
+    count = 8
+    agreement = [_agreement(bench, l, count) for l in range(bench.depth + 1)]
+    sheet.put(
+        "reference_rho",
+        agreement,
+        ["layer"],
+        "agreement of the reference with central finite differences",
+        n=n * count,
+        how="Pearson over examples × directions",
+        missing="the differences are below resolution",
+    )
+    sheet.put("resolution", bench.resolution, ["layer"], "size of a probed change, in roundings", how=MEDIAN)
+    steps = [bench.probe.step_size(l) for l in range(bench.depth + 1)]
+    sheet.put("epsilon", steps, ["layer"], "length of a probing step", asked=bench.settings.epsilon)
+
+
+def _pooled_error(approximate: Tensor, exact: Tensor) -> float:
+    scale = exact.abs().max() if exact.numel() else exact.sum()
+    if not bool(scale > 0):
+        return NAN
+    return float(
+        torch.linalg.vector_norm((approximate.double() - exact) / scale) / torch.linalg.vector_norm(exact / scale)
+    )
+
+
+def _agreement(bench: Bench, l: int, count: int) -> float:
+    if not bench.is_resolved(l) or bench.probe.published:
+        return NAN
+    found = finite_difference_agreement(
+        bench.probe.change(l), bench.probe.state(l), bench.reference[l], bench.generator("agreement", l), count=count
+    )
+    return float(found.rho)
+
+
+def measure_stability(bench: Bench, sheet: Sheet) -> None:
+    """Whether disjoint batches agree on the direction of the reference."""
+    g = bench.reference[bench.depth // 2][bench.finite]
+    size = min(bench.settings.published_batch, max(1, len(g) // 8))
+    count = len(g) // size
+    value = float(cross_batch_stability(g[: count * size].reshape(count, size, *g.shape[1:]))) if count >= 2 else NAN
+    sheet.put(
+        "stability",
+        value,
+        [],
+        "cross-batch stability of the reference at state L/2",
+        n=count,
+        how="mean pairwise cosine of batch means",
+        batch=size,
+        missing="" if count >= 2 else "fewer than two batches",
+    )
+
+
+def measure_rank(bench: Bench, sheet: Sheet) -> None:
+    """Effective rank of the states."""
+    ranks = [float(effective_rank(h[bench.finite].flatten(1))) for h in bench.exact.states]
+    sheet.put(
+        "effective_rank",
+        ranks,
+        ["layer"],
+        "effective rank of the states",
+        n=int(bench.finite.sum()),
+        how="exp of spectral entropy",
+    )
+
+
+# --- one credit -------------------------------------------------------------------------------------------------------
+
+
+def pairs(bench: Bench, claim: Claim) -> list[tuple[Tensor, Tensor] | None]:
+    """Return (a_l, g_l) for each state, None where no credit is given."""
+    both = zip(claim.credits, bench.reference, strict=True)
+    return [None if a is None else (a, g) for a, g in both]
+
+
+def _by_layer(bench: Bench, claim: Claim, metric: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return a metric per state and example, (L+1, B), NaN where no credit is given."""
+    unknown = torch.full((len(bench.finite),), NAN, dtype=torch.float64, device=bench.finite.device)
+    return torch.stack([unknown if pair is None else metric(*pair) for pair in pairs(bench, claim)])
+
+
+def measure_alignment(bench: Bench, claim: Claim, sheet: Sheet, resampling: Resampling) -> None:
+    """Cosine, the clamped cosine that papers print, norm ratio, sign agreement, pooled cosine."""
+    batch = bench.settings.published_batch
+    missing = NO_CREDIT if any(a is None for a in claim.credits) else NO_DIRECTION
+    means: list[tuple[str, Callable[[Tensor, Tensor], Tensor], str, dict[str, Any]]] = [
+        ("cosine", cosine, "cosine of credit and reference, never clamped", {}),
+        ("sign_agreement", sign_agreement, "share of features where the signs agree", {}),
+        ("norm_ratio", norm_ratio, "‖a_l‖ / ‖g_l‖", {}),
+        (
+            "cosine_clamped",
+            lambda a, g: cosine_clamped(a, g, batch=batch).double(),
+            "cosine as papers print it: torch's clamp, on the reference of the mean-reduced loss",
+            {"batch": batch},
+        ),
+        (
+            "clamped_share",
+            lambda a, g: is_clamped(a, g, batch=batch).double(),
+            "share of examples that the clamp touches",
+            {"batch": batch},
+        ),
+    ]
+    for name, metric, label, more in means:
+        found = resampling.mean(_by_layer(bench, claim, metric))
+        put_estimate(sheet, name, found, ["layer"], label, how=MEAN, missing=missing, **more)
+    sizes = resampling.median(_by_layer(bench, claim, lambda a, g: norm(a)))
+    put_estimate(
+        sheet, "credit_norm", sizes, ["layer"], "‖a_l‖, per example, of the summed loss", how=MEDIAN, missing=missing
+    )
+    unknown = torch.full((len(bench.finite), 3), NAN, dtype=torch.float64, device=bench.finite.device)
+    terms = torch.stack([unknown if pair is None else pooled_terms(*pair) for pair in pairs(bench, claim)])
+    label = "pooled cosine Σ⟨a,g⟩/√(Σ‖a‖²Σ‖g‖²), the limit of ρ"
+    found = resampling.pooled(terms, pooled_ratio)
+    put_estimate(sheet, "rho_limit", found, ["layer"], label, how="pooled over examples", missing=missing)
+
+
+def measure_aggregates(claim: Claim, sheet: Sheet) -> None:
+    """The mean cosine over the states that drive blocks, and whether one of them has it all."""
+    values = torch.as_tensor(sheet.entries["cosine"].values)
+    driving = claim.driven
+    for name, states, label in (
+        ("cosine_mean", driving, "mean cosine over the states that drive blocks"),
+        ("cosine_deep", [l for l in driving if l >= 1], "mean cosine over the states l ≥ 1 that drive blocks"),
+    ):
+        value = mean(values[states]) if states else NAN
+        sheet.put(name, value, [], label, n=len(states), how="mean over layers", states=states)
+    given = values[driving]
+    given = given[~given.isnan()]
+    for name, metric, label, how in (
+        ("best_share", best_share, "share of the best layer in the mean cosine", "max / Σ of the positive part"),
+        (
+            "participation",
+            participation_ratio,
+            "how many layers carry the mean cosine",
+            "(Σc)²/Σc² of the positive part",
+        ),
+    ):
+        value = float(metric(given)) if given.numel() > 1 else NAN
+        missing = "no state, or one alone, has a positive cosine" if value != value else ""
+        sheet.put(name, value, [], label, n=given.numel(), how=how, states=driving, missing=missing)
+
+
+def measure_rho(bench: Bench, claim: Claim, sheet: Sheet, resampling: Resampling) -> None:
+    """Perturbation correlation, where the probed changes are resolved."""
+    place = 1 + [other.name for other in bench.subject.claims].index(claim.name)
+    values, bounds, regimes = [], [], []
+    for l, row in enumerate(bench.correlated):
+        resolved, probed = bench.is_resolved(l), row[place]
+        size = f"a typical change is {bench.resolution[l]:.2g} roundings"
+        regimes.append("resolved" if resolved else f"below resolution: {size}")
+        if probed is None or not (resolved or bench.probe.published):
+            values.append(NAN)
+            bounds.append([NAN, NAN])
+            continue
+        values.append(float(rho(*probed)))
+        found = resampling.pooled(_spread_out(rho_terms(*probed), bench.finite), pearson)
+        bounds.append([float(found.low), float(found.high)])
+    sheet.put(
+        "rho",
+        values,
+        ["layer"],
+        "ρ: correlation of predicted and true loss changes",
+        n=int(bench.finite.sum()) * bench.settings.directions,
+        how="Pearson over examples × directions",
+        interval=bounds,
+        missing="no credit, no spread, or changes below the resolution of the probe",
+        directions=bench.settings.directions,
+        probe=bench.settings.probe,
+    )
+    sheet.put("rho_regime", regimes, ["layer"], "whether the probed changes are resolved")
+
+
+def _spread_out(terms: Tensor, finite: Tensor) -> Tensor:
+    """Put the terms of the examples that are finite into their places; the others are NaN."""
+    full = torch.full((len(finite), terms.shape[1]), NAN, dtype=terms.dtype, device=terms.device)
+    full[finite] = terms
+    return full
+
+
+def measure_nudging(bench: Bench, claim: Claim, sheet: Sheet, resampling: Resampling) -> None:
+    """True change of the loss after a step of η·a/RMS(a) down the credit, beside the same down the reference."""
+    unknown = torch.full((len(bench.finite),), NAN, dtype=torch.float64, device=bench.finite.device)
+    rows = [[unknown if c is None else c for c in row] for row in bench.nudges(claim.credits)]
+    best = [[unknown if c is None else c for c in row] for row in bench.reference_nudges]
+    own, reference = (torch.stack([torch.stack(row) for row in table]) for table in (rows, best))
+    missing = NO_CREDIT if any(a is None for a in claim.credits) else NO_DIRECTION
+    label = "change of the loss after a step of η·a/RMS(a) down the credit"
+    put_estimate(
+        sheet,
+        "nudging",
+        resampling.mean(own),
+        ["layer", "eta"],
+        label,
+        unit="nat",
+        how=MEAN,
+        missing=missing,
+        probe=bench.settings.probe,
+    )
+    label = "nudging over that of an equal step down the reference"
+    found = resampling.pooled(torch.stack([own, reference], dim=-1), ratio)
+    put_estimate(
+        sheet, "nudging_efficiency", found, ["layer", "eta"], label, how="ratio of means over examples", missing=missing
+    )
+
+
+def measure_null(bench: Bench, claim: Claim, sheet: Sheet) -> None:
+    """Is the cosine better than that of the same rule without what it and the network have learned of each other?"""
+    null, kind, examples = null_draws(bench, claim)
+    values = torch.as_tensor(sheet.entries["cosine"].values)
+    nan = torch.full((bench.settings.nulls,), NAN, dtype=torch.float64)
+    drawn = torch.stack([nan if draws is None else draws.cpu() for draws in null])
+    z = torch.stack([z_score(value, draws) for value, draws in zip(values, drawn, strict=True)])
+    p = one_sided_p(z)
+    judged = [l for l in claim.driven if l not in claim.exact and not bool(z[l].isnan())]
+    better = torch.zeros(len(z), dtype=torch.bool)
+    if judged:
+        better[judged] = holm(p[judged], ALPHA)
+    about: dict[str, Any] = {"null": kind, "draws": bench.settings.nulls}
+    missing = NO_CREDIT if any(a is None for a in claim.credits) else NO_DIRECTION
+    for name, found, label, how in (
+        ("null_mean", drawn.mean(1), "mean cosine of the null", "mean over draws"),
+        ("null_sd", drawn.std(1), "spread of the null's mean cosine", "sd over draws, ddof 1"),
+        ("null_z", z, "z of the cosine against its null", "(cosine − null mean) / null sd"),
+        ("null_p", p, "one-sided p of that z", "normal tail"),
+    ):
+        sheet.put(name, found, ["layer"], label, n=examples, how=how, missing=missing, **about)
+    sheet.put(
+        "beats_null", better, ["layer"], "better than the null", how=f"Holm over driving, inexact states, α = {ALPHA}"
+    )
+    shuffled = [
+        NAN if pair is None else float(shuffled_cosines(*pair, SHUFFLES, bench.generator("shuffle", l)).mean())
+        for l, pair in enumerate(pairs(bench, claim))
+    ]
+    label = "mean cosine with the credits of other examples"
+    sheet.put(
+        "shuffled_mean",
+        shuffled,
+        ["layer"],
+        label,
+        n=len(bench.finite),
+        how=f"mean over {SHUFFLES} shuffles",
+        missing=missing,
+    )

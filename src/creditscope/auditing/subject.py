@@ -1,0 +1,256 @@
+"""What is audited: a network, one evaluation set, and the credits or updates that are claimed for it.
+
+A callable of the user's is called exactly once, with x and y as given, in eval mode, with gradients enabled. Whatever
+it leaves behind is put back; one that trains the network is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from creditscope.errors import UsageError, unknown
+from creditscope.evaluation import evaluating
+from creditscope.rules import REGISTRY
+from creditscope.rules._base import Learner
+from creditscope.tape import Cut, LossFn
+from creditscope.topology import Inputs, StateFn
+
+CreditFn = Callable[[Any, Any], Sequence[Tensor | None]]
+UpdateFn = Callable[[Any, Any], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How a credit callable states its credit: of the mean or of the summed loss, along the gradient or against it."""
+
+    reduction: Literal["sum", "mean"] = "sum"
+    sign: Literal[1, -1] = 1
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("sum", "mean"):
+            raise unknown("convention.reduction", str(self.reduction), ["sum", "mean"])
+        if self.sign not in (1, -1):
+            raise UsageError(f"convention.sign must be 1 (along the gradient) or -1 (descent), not {self.sign!r}")
+
+    def to_ours(self, credit: Tensor) -> Tensor:
+        """Return the credit per example, of the summed loss, along the gradient."""
+        factor = self.sign * (credit.shape[0] if self.reduction == "mean" else 1)
+        return credit if factor == 1 else credit * factor
+
+
+@dataclass
+class Claim:
+    """One credit under audit."""
+
+    name: str
+    credits: list[Tensor | None]
+    driving: list[int]
+    """For each block, the state whose credit drives it."""
+    exact: set[int] = field(default_factory=set)
+    """States whose credit is exact by construction."""
+    learner: Learner | None = None
+    trained: tuple[bool, ...] = ()
+    """For each block, whether the rule trains it; all, where nothing is known."""
+
+    @property
+    def driven(self) -> list[int]:
+        """The states whose credit drives a block that is trained."""
+        trained = self.trained or (True,) * len(self.driving)
+        return sorted({l for l, is_trained in zip(self.driving, trained, strict=True) if is_trained})
+
+
+@dataclass
+class Subject:
+    """A network with its claims on one evaluation set."""
+
+    cut: Cut
+    x: Inputs
+    y: Any
+    claims: list[Claim]
+    updates: dict[str, Tensor] | None = None
+    learner: Learner | None = None
+    labelled: bool = False
+    """Whether several credits were given, so that results carry a dimension "credit"."""
+
+    @property
+    def network(self) -> nn.Module:
+        """The network."""
+        return self.cut.network
+
+    @property
+    def depth(self) -> int:
+        """The number of blocks."""
+        return self.cut.depth
+
+
+def batch_of(x: Inputs) -> int:
+    """Return the number of examples of an input."""
+    if isinstance(x, Tensor):
+        return x.shape[0] if x.ndim else 0
+    parts = x.values() if isinstance(x, dict) else x if isinstance(x, tuple) else ()
+    return next((n for part in parts if (n := batch_of(part))), 0)
+
+
+@contextmanager
+def preserved(network: nn.Module, *others: nn.Module) -> Iterator[None]:
+    """Leave a network as it was, whatever happens: parameters, buffers, ``.grad``, modes, flags, random states."""
+    modules = [network, *others]
+    tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+    before = [
+        (t, t.detach().clone(), t.requires_grad, t.grad, None if t.grad is None else t.grad.clone()) for t in tensors
+    ]
+    modes = [(m, m.training) for module in modules for m in module.modules()]
+    devices = sorted({t.device.index for t in tensors if t.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value, wanted, grad, grad_value in before:
+                    if not _same_bits(tensor, value):
+                        tensor.copy_(value)
+                    if tensor.is_leaf and tensor.is_floating_point():
+                        tensor.requires_grad_(wanted)
+                    tensor.grad = grad
+                    if grad is not None and grad_value is not None and not _same_bits(grad, grad_value):
+                        grad.copy_(grad_value)
+            for module, training in modes:
+                module.training = training
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.equal(a.nan_to_num(), b.nan_to_num())) if a.is_floating_point() else bool(torch.equal(a, b))
+
+
+def ask(function: Callable[[Any, Any], Any], network: nn.Module, x: Inputs, y: Any, what: str) -> Any:
+    """Call a user's function once, and refuse it if it trained the network."""
+    parameters = [(name, p, p.detach().clone()) for name, p in network.named_parameters()]
+    with preserved(network), evaluating(network), torch.enable_grad():
+        given = function(x, y)
+        changed = next((name for name, p, value in parameters if not _same_bits(p.detach(), value)), None)
+    if changed is not None:
+        raise UsageError(
+            f"{what} changed the network ('{changed}'): an audit trains nothing; it must only return its signal"
+        )
+    return given
+
+
+def checked_credits(
+    given: Any, shapes: Sequence[tuple[int, ...]], device: torch.device, name: str, convention: Convention
+) -> list[Tensor | None]:
+    """Check the number, shapes, type and device of what a callable returned."""
+    what = f"credits '{name}'"
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise UsageError(
+            f"{what} must be a list of {len(shapes)} tensors (None: not given), not {type(given).__name__}"
+        )
+    if len(given) != len(shapes):
+        raise UsageError(f"{what} must hold one tensor a state h_0..h_L, {len(shapes)} in all; there are {len(given)}")
+    checked: list[Tensor | None] = []
+    for l, (credit, shape) in enumerate(zip(given, shapes, strict=True)):
+        if credit is None:
+            checked.append(None)
+            continue
+        if not isinstance(credit, Tensor) or not credit.is_floating_point():
+            kind = credit.dtype if isinstance(credit, Tensor) else type(credit).__name__
+            raise UsageError(f"{what}[{l}] must be a floating-point tensor, not {kind}")
+        if tuple(credit.shape) != tuple(shape):
+            raise UsageError(f"{what}[{l}] must have the state's shape {tuple(shape)}; it has {tuple(credit.shape)}")
+        if credit.device != device:
+            raise UsageError(f"{what}[{l}] is on {credit.device}, the states are on {device}")
+        checked.append(convention.to_ours(credit.detach()))
+    if all(credit is None for credit in checked):
+        raise UsageError(f"{what} are all None: there is nothing to audit")
+    return checked
+
+
+def checked_updates(given: Any, network: nn.Module) -> dict[str, Tensor]:
+    """Check names and shapes of updates."""
+    if not isinstance(given, Mapping):
+        raise UsageError(f"updates must be a dict of parameter names, not {type(given).__name__}")
+    parameters = dict(network.named_parameters())
+    for name, update in given.items():
+        if name not in parameters:
+            raise unknown("parameter in updates", str(name), parameters)
+        if not isinstance(update, Tensor) or update.shape != parameters[name].shape:
+            shape = tuple(update.shape) if isinstance(update, Tensor) else type(update).__name__
+            raise UsageError(f"updates['{name}'] must have the shape {tuple(parameters[name].shape)}; it has {shape}")
+    return {name: update.detach() for name, update in given.items()}
+
+
+def make_subject(
+    subject: Learner | nn.Module,
+    x: Inputs,
+    y: Any,
+    *,
+    credits: CreditFn | Mapping[str, CreditFn] | None,
+    updates: UpdateFn | None,
+    blocks: Sequence[str] | None,
+    head: str | None,
+    state: StateFn | None,
+    loss: LossFn | None,
+    convention: Convention | None,
+) -> Subject:
+    """Settle what is audited, and ask every callable for its signal, once."""
+    n = batch_of(x)
+    if n == 0:
+        raise UsageError("the evaluation set is empty")
+    if isinstance(y, Tensor) and y.ndim and y.shape[0] != n:
+        raise UsageError(f"there are {n} examples and {y.shape[0]} labels")
+    learner = subject if isinstance(subject, Learner) else None
+    network = learner.network if learner is not None else subject
+    if not isinstance(network, nn.Module):
+        raise UsageError(f"an audit takes a learner or an nn.Module, not {type(subject).__name__}")
+    if learner is None and credits is None and updates is None:
+        raise UsageError(
+            "a network alone has no signal to audit: pass credits=function, updates=function, or a learner"
+        )
+    if learner is not None and any(option is not None for option in (blocks, head, state)):
+        raise UsageError("a learner knows its blocks: blocks=, head= and state= are for a bare network")
+    cut = learner.cut if learner is not None else Cut.of(network, blocks=blocks, head=head, state=state, loss=loss)
+    with preserved(network), evaluating(network):
+        if learner is not None:
+            learner._settle(x)
+        topology = cut.settle(x)
+        _check_labels(y, topology.output_shape, cut, loss)
+        probe, _ = cut.states(x)
+    shapes = [tuple(h.shape) for h in probe]
+    found = Subject(cut, x, y, [], learner=learner, labelled=isinstance(credits, Mapping))
+    usual = convention or Convention()
+    if credits is None and learner is not None:
+        key = REGISTRY.key_of(type(learner.rule))
+        given = ask(learner.credits, network, x, y, "the learner's credits")
+        own = checked_credits(given, shapes, probe[0].device, key, Convention())
+        found.claims.append(Claim(key, own, learner.driving_states, learner.exact_states, learner, _trained(learner)))
+    functions = credits if isinstance(credits, Mapping) else {"credit": credits} if credits is not None else {}
+    for name, function in functions.items():
+        given = ask(function, network, x, y, f"credits '{name}'")
+        own = checked_credits(given, shapes, probe[0].device, name, usual)
+        found.claims.append(Claim(name, own, list(range(1, cut.depth + 1))))
+    if updates is not None:
+        found.updates = checked_updates(ask(updates, network, x, y, "updates"), network)
+    return found
+
+
+def _trained(learner: Learner) -> tuple[bool, ...]:
+    """Return for each block whether the rule trains any of its parameters (a block without any counts as trained)."""
+    frozen = learner.rule.frozen(learner.site)
+    sections = [learner.sections[name] for name in learner.cut.blocks]
+    return tuple(not names or not set(names) <= frozen for names in sections)
+
+
+def _check_labels(y: Any, output_shape: torch.Size, cut: Cut, loss: LossFn | None) -> None:
+    """Labels of the default loss are class indices that the output has."""
+    from creditscope.tape import cross_entropy
+
+    if cut.loss is not cross_entropy or not isinstance(y, Tensor) or y.is_floating_point():
+        return
+    classes = output_shape[0] if len(output_shape) else 0
+    if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
+        raise UsageError(f"labels run from {int(y.min())} to {int(y.max())}, but the network has {classes} outputs")
