@@ -37,7 +37,8 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
 def unit(x: Tensor) -> Tensor:
     """Return each row at norm 1; NaN where it is zero or not finite."""
     x = x / magnitude(x)
-    return x / dot(x, x).sqrt().unsqueeze(1)
+    length = dot(x, x).sqrt()
+    return x / torch.where(length.isfinite() & (length > 0), length, math.nan).unsqueeze(1)
 
 
 def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -56,8 +56,8 @@ def directions(
     (torch.Size([5, 2, 3, 4]), True)
     """
     drawn = [torch.randn(*shape, generator=generator, device=generator.device, dtype=dtype) for _ in range(count)]
-    v = torch.stack(drawn).to(device or generator.device)
-    return v / torch.linalg.vector_norm(v.flatten(2), dim=2).reshape(count, shape[0], *[1] * (len(shape) - 1))
+    v = unit(rows(torch.cat(drawn).to(device or generator.device)))
+    return v.to(dtype).reshape(count, *shape)
 
 
 def loss_changes(tail: Tail, h: Tensor, steps: Tensor, *, chunk: int = 4096, base: Tensor | None = None) -> Tensor:
@@ -143,7 +143,8 @@ def inner(v: Tensor, a: Tensor) -> Tensor:
     >>> inner(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]), torch.tensor([[3.0, 4.0]])).squeeze(1)
     tensor([3., 4.], dtype=torch.float64)
     """
-    return torch.einsum("mbd,bd->mb", v.flatten(2).double(), rows(a))
+    a = rows(a)
+    return torch.einsum("mbd,bd->mb", v.double().reshape(len(v), *a.shape), a)
 
 
 def rho(predicted: Tensor, actual: Tensor) -> Tensor:
