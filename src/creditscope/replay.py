@@ -17,8 +17,18 @@ import torch
 from torch import Tensor
 
 from creditscope.errors import UsageError
-from creditscope.tape import Cut, map_value, per_example, replaced_forward, set_random_state
-from creditscope.topology import Inputs, call, map_inputs, pick_input, pick_state, replace_tensor, undisturbed
+from creditscope.tape import Cut, RandomState, per_example, random_state, replaced_forward, set_random_state
+from creditscope.topology import (
+    Inputs,
+    call,
+    map_inputs,
+    pick_entering,
+    pick_input,
+    pick_state,
+    replace_tensor,
+    tensors_of,
+    undisturbed,
+)
 
 
 @dataclass
@@ -33,44 +43,71 @@ class Replay:
     losses: Tensor
     returned: list[Any]
     calls: list[tuple[tuple, dict, Tensor]]
-    rng: list[tuple[Tensor, Tensor | None]]
+    rng: list[RandomState]
+    start: RandomState
+    direct: bool = False
+    """Whether blocks l.. and the modules behind them, and nothing else, make the output from state l."""
 
     @classmethod
-    def of(cls, cut: Cut, x: Inputs, y: Any) -> Replay:
+    def of(cls, cut: Cut, x: Inputs, y: Any, start: RandomState | None = None) -> Replay:
         """Run the network once, in its present mode, leaving buffers and random states as they are."""
-        cut.settle(x)
+        topology = cut.settle(x)
         own = map_inputs(x, lambda t: t.detach().clone())
-        with undisturbed(cut.network), torch.no_grad(), cut.recorder("local", keep_calls=True) as record:
-            output = pick_state(call(cut.network, own), None, "the network's output")
-            cut._check_fired(record)
-            losses = per_example(cut.loss, output, y)
-        return cls(cut, x, y, record.states, output, losses, record.returned, record.calls, record.rng)
+        device = next((p.device for p in cut.network.parameters()), torch.device("cpu"))
+        with undisturbed(cut.network), torch.no_grad():
+            if start is not None:
+                set_random_state(start, device)
+            start = random_state(device)
+            with cut.recorder("local", keep_calls=True) as record:
+                output = pick_state(call(cut.network, own), None, "the network's output")
+                cut._check_fired(record)
+                losses = per_example(cut.loss, output, y)
+            replay = cls(cut, x, y, record.states, output, losses, record.returned, record.calls, record.rng, start)
+            if topology.exact_sum and topology.rest is not None and not cut.bypass:
+                set_random_state(record.rng[0], output.device)
+                replay.direct = torch.equal(replay._chain(0, record.states[0], topology.rest), output)
+        return replay
 
     def tail(self, l: int, h: Tensor) -> Tensor:
         """Return ℓᵢ with h in place of state l, (B,); for h of n·B examples, n replays side by side, (n·B,).
 
-        Runs in the precision of h. Dropout masks are those of the recorded pass where h has its batch size. It is
-        differentiable in h.
+        Runs in the precision of h. Dropout masks are those of the recorded pass where h has its batch size and its
+        precision; in another precision they are the same from call to call. It is differentiable in h.
         """
+        self._check(l, h)
+        if h.dtype != self.states[l].dtype:
+            return self.astype(h.dtype).tail(l, h)
+        return per_example(self.cut.loss, self.output_at(l, h), self.labels(h))
+
+    def labels(self, h: Tensor) -> Any:
+        """Return the labels, repeated as often as h holds the batch."""
+        return map_inputs(self.y, lambda t: self._repeat(t, h))
+
+    def output_at(self, l: int, h: Tensor) -> Tensor:
+        """Return the network's output with h in place of state l."""
+        self._check(l, h)
+        if h.dtype != self.states[l].dtype:
+            return self.astype(h.dtype).output_at(l, h)
+        with undisturbed(self.cut.network):
+            set_random_state(self.rng[l], h.device)
+            return self._output(l, h)
+
+    def _check(self, l: int, h: Tensor) -> None:
         if not 0 <= l <= self.cut.depth:
             raise UsageError(f"there is no state {l}: the states are 0..{self.cut.depth}")
         expected = self.states[l].shape
         if h.shape[1:] != expected[1:] or h.shape[0] % expected[0]:
             raise UsageError(
-                f"state {l} has shape {tuple(expected)}; {tuple(h.shape)} does not fit (a multiple of the batch may stand first)"
+                f"state {l} has shape {tuple(expected)}; {tuple(h.shape)} does not fit (a multiple of the batch may "
+                "stand first)"
             )
-        if h.dtype != self.states[l].dtype:
-            return self.astype(h.dtype).tail(l, h)
-        with undisturbed(self.cut.network):
-            set_random_state(self.rng[l], h.device)
-            y = map_inputs(self.y, lambda t: self._repeat(t, h)) if h.shape[0] != expected[0] else self.y
-            return per_example(self.cut.loss, self._output(l, h), y)
 
     def astype(self, dtype: torch.dtype) -> Replay:
         """Return the same replay on a copy of the network in another precision, made once."""
         if dtype not in self._copies:
             cast = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
-            self._copies[dtype] = Replay.of(self.cut.astype(dtype), map_inputs(self.x, cast), map_inputs(self.y, cast))
+            x, y = map_inputs(self.x, cast), map_inputs(self.y, cast)
+            self._copies[dtype] = Replay.of(self.cut.astype(dtype), x, y, self.start)
         return self._copies[dtype]
 
     @cached_property
@@ -86,9 +123,20 @@ class Replay:
     def _output(self, l: int, h: Tensor) -> Tensor:
         topology = self.cut.topology
         assert topology is not None
-        if topology.exact_sum and topology.rest is not None and not self.cut.bypass:
+        if self.direct and topology.rest is not None and not self._is_ambiguous(h):
             return self._chain(l, h, topology.rest)
+        if l in topology.early:
+            raise UsageError(
+                f"state {l} is read before it enters its module, so no other value can be put there in time; let the "
+                "module be called first"
+            )
         return self._again(l, h)
+
+    def _is_ambiguous(self, h: Tensor) -> bool:
+        """Tell whether n·B examples are asked for of blocks that take something else of B rows: it may be a mask."""
+        batch = self.output.shape[0]
+        others = (t for args, kwargs, entered in self.calls for t in tensors_of((args, kwargs)) if t is not entered)
+        return h.shape[0] != batch and any(t.ndim and t.shape[0] == batch for t in others)
 
     def _chain(self, l: int, h: Tensor, rest: tuple[str, ...]) -> Tensor:
         """Run blocks l.. and the modules behind them, nothing else."""
@@ -96,11 +144,12 @@ class Replay:
         blocks = list(self.cut.blocks.values())
         for k in range(l, self.cut.depth):
             args, kwargs, entered = self.calls[k]
-            repeated = lambda t, entered=entered: t if t is entered else self._repeat(t, h)  # noqa: E731
-            args, kwargs = map_value(args, repeated), map_value(kwargs, repeated)
-            value = blocks[k](*replace_tensor(args, entered, h), **replace_tensor(kwargs, entered, h))
+            put = lambda t, entered=entered, h=h: h if t is entered else self._repeat(t, h)  # noqa: E731
+            args, kwargs = map_inputs((args, kwargs), put)
+            value = blocks[k](*args, **kwargs)
             out = pick_state(value, self.cut.state, "what a block returns")
             h = h + out if self.cut.topology.joins[k] == "skip" else out
+        h = self._unwritten(self.cut.depth, h)
         for name in rest:
             h = pick_state(self.cut.network.get_submodule(name)(h), None, f"what '{name}' returns")
         return h
@@ -117,7 +166,7 @@ class Replay:
                 for name, forward in self.cut.bypasses().items():
                     stack.enter_context(replaced_forward(self.cut.blocks[name], forward))
             for k in range(min(l, depth)):
-                memory = map_value(self.returned[k], lambda t: repeat(t).clone())
+                memory = map_inputs(self.returned[k], lambda t: repeat(t).clone())
                 stack.enter_context(replaced_forward(modules[k], lambda *a, memory=memory, **kw: memory))
             if l < depth or topology.terminal is not None:
                 at = modules[l] if l < depth else network.get_submodule(str(topology.terminal))
@@ -131,8 +180,7 @@ class Replay:
     def _inject_before(self, l: int, h: Tensor, last: torch.nn.Module, stack: ExitStack) -> Callable:
         """Make the hook that puts h in place of what enters a module, also where a skip around it reads the state."""
         assert self.cut.topology is not None
-        mutated = self.cut.topology.mutated
-        shared = l < self.cut.depth and self.cut.topology.joins[l] == "skip"
+        shared = l in self.cut.topology.shared
         ready = l < self.cut.depth
         used = False
 
@@ -148,15 +196,20 @@ class Replay:
             if not ready or used:
                 return None
             used = True
-            met = pick_input(args, kwargs, self.cut.state, "what enters a block")
+            pick = pick_input if l < self.cut.depth else pick_entering
+            met = pick(args, kwargs, self.cut.state, "what enters a block")
             set_random_state(self.rng[l], h.device)
             if shared:  # the user's own variable has to change, since the skip reads it
                 met.copy_(h)
                 return None
-            fresh = h.clone() if l in mutated else h
-            return replace_tensor(args, met, fresh), replace_tensor(kwargs, met, fresh)
+            return replace_tensor((args, kwargs), met, self._unwritten(l, h), "a block's input")
 
         return hook
+
+    def _unwritten(self, l: int, h: Tensor) -> Tensor:
+        """Return a copy of the caller's value where the network writes into the state."""
+        assert self.cut.topology is not None
+        return h.clone() if l in self.cut.topology.mutated else h
 
     def _inject_after(self, h: Tensor) -> Callable:
         """Make the hook that puts h in place of the state in the last block's output."""
@@ -164,8 +217,6 @@ class Replay:
         def hook(module: torch.nn.Module, args: tuple, value: Any) -> Any:
             out = pick_state(value, self.cut.state, "what the last block returns")
             set_random_state(self.rng[self.cut.depth], h.device)
-            return replace_tensor(value, out, h)
+            return replace_tensor(value, out, self._unwritten(self.cut.depth, h), "what the last block returns")
 
         return hook
-
-

@@ -13,36 +13,43 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from creditscope.errors import UsageError
+from creditscope.errors import UsageError, unknown
 from creditscope.topology import (
     Inputs,
+    Point,
     StateFn,
     Topology,
     call,
+    copied_input,
     describe,
     find_blocks,
-    first_tensor,
     gradients_of,
     map_inputs,
+    pick_entering,
     pick_input,
     pick_state,
+    refuse_compiled,
     replace_tensor,
     undisturbed,
 )
+
+if TYPE_CHECKING:
+    from creditscope.replay import Replay
 
 LossFn = Callable[[Tensor, Any], Tensor]
 
 
 def cross_entropy(output: Tensor, y: Tensor) -> Tensor:
     """ℓᵢ = −log softmax(outputᵢ)[yᵢ], per example and in at least float32."""
-    return F.cross_entropy(output.float() if output.dtype in (torch.bfloat16, torch.float16) else output, y, reduction="none")
+    return F.cross_entropy(
+        output.float() if output.dtype in (torch.bfloat16, torch.float16) else output, y, reduction="none"
+    )
 
 
 def per_example(loss: LossFn, output: Tensor, y: Any) -> Tensor:
@@ -52,31 +59,6 @@ def per_example(loss: LossFn, output: Tensor, y: Any) -> Tensor:
         got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         raise UsageError(f"loss(output, y) must give one value per example, shape ({output.shape[0]},); it gave {got}")
     return losses
-
-
-@dataclass
-class Point:
-    """A place in the graph as it was when the forward passed it; later writes into the tensor do not move it."""
-
-    tensor: Tensor
-    version: int
-    edge: GradientEdge | None
-
-    @classmethod
-    def at(cls, tensor: Tensor) -> Point:
-        """Take hold of a tensor's present place in the graph."""
-        return cls(tensor, tensor._version, get_gradient_edge(tensor) if tensor.requires_grad else None)
-
-    def is_same(self, other: Point) -> bool:
-        """Tell whether two places are one: the same memory, not written to in between."""
-        a, b = self.tensor, other.tensor
-        same_memory = a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-        return same_memory and self.version == other.version
-
-    def is_edge_of(self, other: Point) -> bool:
-        """Tell whether two places receive the very same gradient."""
-        a, b = self.edge, other.edge
-        return a is not None and b is not None and a.node is b.node and a.output_nr == b.output_nr
 
 
 Mode = Literal["local", "exact", "trial"]
@@ -109,13 +91,14 @@ class Recorder:
         self.states: list[Tensor] = []
         self.outputs: list[Point] = []
         self.branches: list[Point | None] = [None] * self.depth
-        self.inner_skip: list[bool] = []
         self.returned: list[Any] = []
         self.calls: list[tuple[tuple, dict, Tensor]] = []
-        self.rng: list[tuple[Tensor, Tensor | None]] = []
+        self.rng: list[RandomState] = []
         self.arrivals: list[Tensor | None] = [None] * (self.depth + 1)
         self.credits: list[Tensor | None] | None = None
-        self.fed: dict[int, Tensor] = {}
+        self.fed: dict[int, Point] = {}
+        self.marks: dict[int, int] = {}
+        self.wants: list[bool] = []
         self.finished = False
         self._stack = ExitStack()
 
@@ -147,11 +130,10 @@ class Recorder:
             at_head = l == self.depth
             if at_head and not self.finished and (len(self.outputs) < l or len(self.incoming) > l):
                 return None  # a head module that also serves elsewhere
-            h = pick_input(args, kwargs, self.state, f"what enters '{name}'")
+            where = f"what enters '{name}'"
+            h = (pick_entering if at_head else pick_input)(args, kwargs, self.state, where)
             fed = self._again(l, name, h) if len(self.incoming) > l else self._meet(l, name, h, args, kwargs)
-            if fed is h:
-                return None
-            return replace_tensor(args, h, fed), replace_tensor(kwargs, h, fed)
+            return replace_tensor((args, kwargs), h, fed, where)
 
         return hook
 
@@ -159,21 +141,19 @@ class Recorder:
         """Make the hook that meets block l's output, which for the last block may be the state h_L itself."""
 
         def hook(module: nn.Module, args: tuple, kwargs: dict, value: Any) -> Any:
-            out = pick_state(value, self.state, f"what block '{name}' returns")
+            where = f"what block '{name}' returns"
+            out = pick_state(value, self.state, where)
             ends = l == self.depth - 1 and self.terminal is None and self.mode != "trial"
             if len(self.outputs) > l:
-                return replace_tensor(value, out, self._again(self.depth, name, out)) if ends else None
+                return replace_tensor(value, out, self._again(self.depth, name, out), where) if ends else None
             self.outputs.append(Point.at(out))
             if branch_of(module) is module:
                 self.branches[l] = self.outputs[l]
-            if self.mode == "trial":
-                self.inner_skip.append(adds_input(out, self.fed.get(l)))
             if self.keep_calls:
-                self.returned.append(map_value(value, lambda t: t.detach().clone()))
+                self.returned.append(map_inputs(value, lambda t: t.detach().clone()))
             if not ends:
                 return None
-            fed = self._meet(self.depth, name, out, (), {})
-            return None if fed is out else replace_tensor(value, out, fed)
+            return replace_tensor(value, out, self._meet(self.depth, name, out, (), {}), where)
 
         return hook
 
@@ -190,15 +170,15 @@ class Recorder:
         """A module called again: by activation checkpointing during the backward pass, or wrongly."""
         if not self.finished:
             raise UsageError(f"block '{name}' is used twice in one forward: its credit would be ambiguous")
-        return h if self.mode == "exact" else h.detach()
+        return h if self.mode == "exact" else h.detach().requires_grad_(self.wants[l])
 
     def _meet(self, l: int, name: str, h: Tensor, args: tuple, kwargs: dict) -> Tensor:
         """Record state l and return what is fed in its place."""
         if l != len(self.incoming):
             raise UsageError(f"'{name}' was called out of order: state {len(self.incoming)} was expected, not {l}")
-        if self.mode == "exact" and not h.requires_grad and torch.is_grad_enabled():
-            h.requires_grad_()  # a leaf of ours: the parameters are off and the inputs are copies
-            self._stack.callback(h.requires_grad_, False)
+        followed = self.mode == "exact" or (self.leaf and l == self.depth)
+        if followed and torch.is_grad_enabled() and not h.requires_grad:
+            self._follow(l, h)
         self.incoming.append(Point.at(h))
         self.states.append(h.detach().clone() if l in self.copied else h.detach())
         if self.keep_calls:
@@ -206,22 +186,66 @@ class Recorder:
             self.rng.append(random_state(h.device))
         if h.requires_grad:
             self._stack.callback(h.register_hook(lambda g: self._arrive(l, g)).remove)
-        if self.mode == "exact":
-            return h
-        if l in self.copied:
-            return h.detach()  # shares memory: what is written into it is seen where the skip reads it, as uncut
-        if self.mode == "trial" or (l == self.depth and self.leaf):
-            self.fed[l] = h.detach().requires_grad_(torch.is_grad_enabled())
-            return self.fed[l]
-        return self.states[l]
+        fed = h if followed else self._cut_off(l, h)
+        self.wants.append(fed.requires_grad)
+        return fed
+
+    def _cut_off(self, l: int, h: Tensor) -> Tensor:
+        """Return the state without its past; where it is written into, the skip around sees that as it would uncut."""
+        if self.mode == "trial":
+            start = torch.zeros((), requires_grad=True)
+            fed = _Alias.apply(start, h.detach()) if l in self.copied else h.detach().requires_grad_()
+            assert isinstance(fed, Tensor)
+            if torch.is_grad_enabled():
+                self.fed[l] = Point.at(fed)
+                node = start.clone().grad_fn
+                assert node is not None
+                self.marks[l] = node._sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+            return fed
+        return h.detach() if l in self.copied else self.states[l]
+
+    def _follow(self, l: int, h: Tensor) -> None:
+        """Let gradients reach a state that no parameter made, and put it back as it was."""
+        if l in self.copied:  # a leaf could not be written into; h − 0 is h to the bit, a leaf no more
+            h.sub_(torch.zeros((), dtype=h.dtype, device=h.device, requires_grad=True))
+            return
+        h.requires_grad_()
+
+        def put_back() -> None:
+            h.grad = None
+            h.requires_grad_(False)
+
+        self._stack.callback(put_back)
+
+    def gradients(self, total: Tensor, *, reentrant: bool) -> list[Tensor | None]:
+        """Return the gradient at each state, and write none anywhere (reentrant checkpoints allow no other way)."""
+        if reentrant:
+            total.backward()
+            return self.arrivals
+        edges = {l: point.edge for l, point in enumerate(self.incoming) if point.edge is not None}
+        found = torch.autograd.grad(total, [*edges.values()], allow_unused=True)
+        return [dict(zip(edges, found, strict=True)).get(l) for l in range(len(self.incoming))]
 
     def _arrive(self, l: int, gradient: Tensor) -> Tensor | None:
         """What a gradient arriving at state l becomes: recorded (exact), or the state's credit (local)."""
         if self.mode == "exact":
             self.arrivals[l] = gradient
+        if self.mode == "exact" or self.credits is None:  # g_L is asked for before there are credits
             return None
-        credit = self.credits[l] if self.credits else None
+        credit = self.credits[l]
         return torch.zeros_like(gradient) if credit is None else credit
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory with a place of its own in the graph, so that it can be written into."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, h: Tensor) -> Tensor:
+        return h.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 def branch_of(block: nn.Module) -> nn.Module:
@@ -230,38 +254,15 @@ def branch_of(block: nn.Module) -> nn.Module:
     return branch if isinstance(branch, nn.Module) else block
 
 
-def adds_input(out: Tensor, fed: Tensor | None) -> bool:
-    """Tell whether a block adds its own input to what it returns (a skip inside the block)."""
-    if out.grad_fn is None or fed is None or not fed.requires_grad:
-        return False
-    leaf = get_gradient_edge(fed).node
-    todo = [out.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is leaf:
-            return True
-        if node is not None and node.name() == "AddBackward0":
-            todo += [following for following, _ in node.next_functions]
-    return False
+RandomState = tuple[Tensor, Tensor | None]
 
 
-def map_value(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to every tensor of a value, keeping its containers."""
-    if isinstance(value, list):
-        return [map_value(part, change) for part in value]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_value(part, change) for part in value))
-    if isinstance(value, dict) and type(value) is not dict:
-        return type(value)(**{key: map_value(part, change) for key, part in value.items()})
-    return map_inputs(value, change)
-
-
-def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+def random_state(device: torch.device) -> RandomState:
     """Return the state of the generators that a module on this device draws from."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
-def set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+def set_random_state(state: RandomState, device: torch.device) -> None:
     """Put the generators back to a recorded state."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
@@ -294,8 +295,11 @@ class Cut:
     bypass: bool = False
     """Leave the blocks out: h_0 goes straight to the head (the shallow baseline)."""
     topology: Topology | None = None
+    """How the network is put together in its present mode."""
     forwards: dict[str, Callable] = field(default_factory=dict)
     """Compiled forwards of blocks, in place for the duration of a call."""
+    topologies: dict[bool, Topology] = field(default_factory=dict)
+    """By mode: what is written in place, or comes between blocks, in training mode may do nothing in evaluation."""
 
     @classmethod
     def of(
@@ -314,8 +318,6 @@ class Cut:
         if head is not None:
             modules = dict(network.named_modules(remove_duplicate=False))
             if head not in modules:
-                from creditscope.errors import unknown
-
                 raise unknown("head", head, [name for name in modules if name])
         return cls(network, found, head, state, loss or cross_entropy)
 
@@ -325,15 +327,19 @@ class Cut:
         return len(self.blocks)
 
     def settle(self, x: Inputs) -> Topology:
-        """Find out how the network is put together, once."""
-        if self.topology is None:
+        """Find out how the network is put together, once a mode."""
+        if any(module._compiled_call_impl is not None for module in (self.network, *self.blocks.values())):
+            refuse_compiled(self.network, self.blocks)
+        training = self.network.training
+        if training not in self.topologies:
             topology = describe(self.network, self.blocks, x, head=self.head, state=self.state)
             if self.bypass and topology.shapes[0] != topology.shapes[-1]:
                 raise UsageError(
                     f"without its blocks the network does not fit: h_0 is {tuple(topology.shapes[0])}, the head takes "
                     f"{tuple(topology.shapes[-1])}"
                 )
-            self.topology = topology
+            self.topologies[training] = topology
+        self.topology = self.topologies[training]
         return self.topology
 
     def recorder(self, mode: Mode, *, leaf: bool = False, keep_calls: bool = False) -> Recorder:
@@ -397,42 +403,42 @@ class Cut:
     def exact(self, x: Inputs, y: Any) -> Exact:
         """Return the states and their exact credits g_l = ∂(Σᵢ ℓᵢ)/∂h_l, by autograd, touching nothing.
 
-        Parameters are switched off meanwhile, so no ``.grad`` is written; gradients are caught where they arrive, by
-        which blocks under activation checkpointing, and blocks that write into their input, are measured as well.
+        Gradients are taken at the places where the states were met, by which blocks that write into their input are
+        measured as well. Parameters are switched off meanwhile, but where a state is read before it is met.
         """
         topology = self.settle(x)
-        own = map_inputs(x, lambda t: t.detach())
-        if topology.mutated or topology.reentrant:  # a leaf cannot be written into; a checkpoint wants a graph
-            own = map_inputs(own, lambda t: t.clone().requires_grad_().clone() if t.is_floating_point() else t)
-        with gradients_of(list(self.network.parameters()), False), torch.enable_grad(), self.recorder("exact") as record:
+        # a leaf cannot be written into; a checkpoint wants a graph; what is read early must have one from the start
+        copied = topology.mutated or topology.reentrant or topology.early
+        own = map_inputs(x, copied_input if copied else torch.Tensor.detach)
+        wanted = gradients_of([*self.network.parameters()], bool(topology.early) and not topology.reentrant)
+        with undisturbed(self.network), wanted, torch.enable_grad(), self.recorder("exact") as record:
             output = pick_state(call(self.network, own), None, "the network's output")
             self._check_fired(record)
             losses = per_example(self.loss, output, y)
             if not losses.requires_grad:
                 raise UsageError("the loss does not depend on any state by autograd, so there is no exact credit")
             with plain_precision(output):
-                losses.sum().backward()
-        gradients = [
-            torch.zeros_like(h) if g is None else g.detach() for h, g in zip(record.states, record.arrivals, strict=True)
-        ]
+                found = record.gradients(losses.sum(), reentrant=topology.reentrant)
+        both = zip(record.states, found, strict=True)
+        gradients = [torch.zeros_like(h) if g is None else g.detach() for h, g in both]
         return Exact(record.states, gradients, output.detach(), losses.detach())
 
     def states(self, x: Inputs) -> tuple[list[Tensor], Tensor]:
-        """Return the states h_0..h_L and the output, detached."""
+        """Return the states h_0..h_L and the output, detached, touching nothing."""
         self.settle(x)
-        with torch.no_grad(), self.recorder("local") as record:
+        with undisturbed(self.network), torch.no_grad(), self.recorder("local") as record:
             output = pick_state(call(self.network, x), None, "the network's output")
             self._check_fired(record)
         return record.states, output
 
     def _check_fired(self, record: Recorder) -> None:
-        """Every hook must have been called: a compiled network drops hooks without a word."""
+        """Every hook must have been called; what is compiled drops hooks without a word."""
         record.finished = True
         if len(record.states) != self.depth + 1:
             where = [*self.blocks, self.topology.terminal if self.topology else None][len(record.states)]
             raise UsageError(
-                f"'{where}' was not called by the network's forward (a network compiled before it was cut hides its "
-                "blocks: leave it uncompiled and use learner.compile())"
+                f"'{where}' was not called by the network's forward (inside something compiled it would be hidden: use "
+                "learner.compile() instead)"
             )
 
     def astype(self, dtype: torch.dtype) -> Cut:
@@ -440,7 +446,9 @@ class Cut:
         network = copy.deepcopy(self.network).to(dtype)
         modules = dict(network.named_modules(remove_duplicate=False))
         blocks = {name: modules[name] for name in self.blocks}
-        return Cut(network, blocks, self.head, self.state, self.loss, self.bypass, self.topology)
+        twin = Cut(network, blocks, self.head, self.state, self.loss, self.bypass, self.topology)
+        twin.topologies.update(self.topologies)
+        return twin
 
     def replay(self, x: Inputs, y: Any) -> Replay:
         """Run once and keep what is needed to replay the network from any of its states."""
@@ -462,6 +470,12 @@ class Exact:
 def plain_precision(tensor: Tensor) -> Any:
     """Switch autocast off: backward passes run in the precision that the forward chose."""
     return torch.autocast(tensor.device.type, enabled=False)
+
+
+def _times(tensors: list[Tensor], factor: float | Tensor) -> list[Tensor]:
+    """Multiply all tensors by one factor, in one launch where the device allows it."""
+    multiply: Callable[..., Sequence[Tensor]] = torch._foreach_mul  # pyright: ignore[reportPrivateImportUsage]
+    return [*multiply(tensors, factor)] if tensors else []
 
 
 @dataclass
@@ -489,6 +503,8 @@ class Tape:
         with torch.enable_grad():
             losses = per_example(self.cut.loss, leaf, self.y)
             total = losses.sum()
+        if not total.requires_grad:
+            raise UsageError("the loss does not depend on the output by autograd, so there is no error to send back")
         with plain_precision(leaf):
             (errors,) = torch.autograd.grad(total, leaf)
         return losses.detach(), errors
@@ -506,15 +522,16 @@ class Tape:
     @cached_property
     def terminal_gradient(self) -> Tensor:
         """g_L = ∂ℓᵢ/∂h_L, exact, through the head alone (a tape made with ``leaf=True``)."""
-        if not self.output.requires_grad:
+        edge = self.record.incoming[-1].edge
+        if not self.output.requires_grad or edge is None:
             return torch.zeros_like(self.states[-1])
         with plain_precision(self.output):
-            (gradient,) = torch.autograd.grad(
-                self.output, self.record.fed[self.cut.depth], self.errors, retain_graph=True, allow_unused=True
-            )
+            (gradient,) = torch.autograd.grad(self.output, [edge], self.errors, retain_graph=True, allow_unused=True)
         return torch.zeros_like(self.states[-1]) if gradient is None else gradient
 
-    def backward(self, credits: Sequence[Tensor | None], scale: float | Tensor, *, branch: Sequence[Tensor] = ()) -> None:
+    def backward(
+        self, credits: Sequence[Tensor | None], scale: float | Tensor, *, branch: Sequence[Tensor] = ()
+    ) -> None:
         """Apply every local update in one backward pass: ``.grad`` += scale × (Σᵢ ⟨·, credit⟩)/B.
 
         ``credits[l]`` goes in place of the gradient of h_l and so drives the segment that made it; None leaves that
@@ -529,20 +546,20 @@ class Tape:
             point = self.record.branches[l]
             assert point is not None
             arriving = joined[l + 1]
-            if arriving is not None and point.is_edge_of(self.record.incoming[l + 1]):
-                joined[l + 1] = arriving + term
+            if point.is_edge_of(self.record.incoming[l + 1]):
+                joined[l + 1] = term if arriving is None else arriving + term
             elif point.edge is not None:
                 roots.append(point.edge)
                 gradients.append((term * factor).to(point.tensor.dtype))
-        given = [l for l, credit in enumerate(joined) if credit is not None]
-        scaled = torch._foreach_mul([joined[l] for l in given], factor) if given else []
+        given = {l: credit for l, credit in enumerate(joined) if credit is not None}
+        scaled = _times([*given.values()], factor)
         injected: list[Tensor | None] = [None] * len(joined)
         for l, credit in zip(given, scaled, strict=True):
             point = self.record.incoming[l]
-            injected[l] = credit.to(point.tensor.dtype)
+            injected[l] = cast = credit.to(point.tensor.dtype)
             if point.edge is not None:
                 roots.append(point.edge)
-                gradients.append(injected[l])
+                gradients.append(cast)
         if self.output.requires_grad:
             roots.append(self.output)
             gradients.append((self.errors * factor).to(self.output.dtype))

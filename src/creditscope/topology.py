@@ -10,15 +10,20 @@ blocks records what depends on what (its autograd graph), and their outputs must
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from creditscope.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from creditscope.tape import Recorder
 
 StateFn = Callable[[Any], Tensor]
 Inputs = Any  # a tensor, a tuple of positional arguments, or a dict of keyword arguments
@@ -38,16 +43,45 @@ class Topology:
     """The module that h_L enters; None where h_L is the last block's own output."""
     mutated: frozenset[int]
     """States that are written into after they were reached, by the block that they enter or behind its back."""
+    shared: frozenset[int]
+    """States that others read than the module that they enter: a skip, a second head."""
+    early: frozenset[int]
+    """States that others read before they enter that module, where a replay cannot put another value in time."""
     hidden: tuple[str, ...]
     """Blocks that add their skip inside and do not expose their branch."""
     reentrant: bool
     """Some block runs under reentrant activation checkpointing: its output has no graph of its own."""
     exact_sum: bool
-    """h_{l+1} is exactly block l's output, or exactly h_l plus it, for all l: then a tail can be replayed."""
+    """h_{l+1} is block l's output, or h_l plus it and nothing else, for all l."""
     rest: tuple[str, ...] | None
     """The modules from h_L to the output, where they are a plain chain; None otherwise."""
     sections: dict[str, tuple[str, ...]]
     """Parameter names of the stem, of each block, and of the head, in that order."""
+
+
+@dataclass
+class Point:
+    """A place in the graph as it was when the forward passed it; later writes into the tensor do not move it."""
+
+    tensor: Tensor
+    version: int
+    edge: GradientEdge | None
+
+    @classmethod
+    def at(cls, tensor: Tensor) -> Point:
+        """Take hold of a tensor's present place in the graph."""
+        return cls(tensor, tensor._version, get_gradient_edge(tensor) if tensor.requires_grad else None)
+
+    def is_same(self, other: Point) -> bool:
+        """Tell whether two places are one: the same memory, not written to in between."""
+        a, b = self.tensor, other.tensor
+        same_memory = a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+        return same_memory and self.version == other.version
+
+    def is_edge_of(self, other: Point) -> bool:
+        """Tell whether two places receive the very same gradient."""
+        a, b = self.edge, other.edge
+        return a is not None and b is not None and a.node is b.node and a.output_nr == b.output_nr
 
 
 def call(network: nn.Module, x: Inputs) -> Any:
@@ -59,37 +93,67 @@ def call(network: nn.Module, x: Inputs) -> Any:
     return network(x)
 
 
-def map_inputs(x: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """Apply a function to every tensor of an input."""
-    if isinstance(x, Tensor):
-        return change(x)
-    if isinstance(x, tuple):
-        return tuple(map_inputs(part, change) for part in x)
-    if isinstance(x, dict):
-        return {name: map_inputs(part, change) for name, part in x.items()}
-    return x
+def parts_of(value: Any) -> list[Any]:
+    """Return what a tuple, list, dict or dataclass holds, in order; nothing for anything else."""
+    if isinstance(value, dict):
+        return [*value.values()]
+    if isinstance(value, tuple | list):
+        return [*value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, item.name) for item in fields(value)]
+    return []
+
+
+def map_inputs(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to every tensor of what a module takes or returns, keeping its containers' types."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_inputs(part, change) for part in value))
+    if isinstance(value, tuple | list):
+        return type(value)(map_inputs(part, change) for part in value)
+    if isinstance(value, dict):
+        changed = {key: map_inputs(part, change) for key, part in value.items()}
+        return changed if type(value) is dict else type(value)(**changed)
+    if is_dataclass(value) and not isinstance(value, type):
+        twin = copy.copy(value)
+        for item in fields(value):
+            object.__setattr__(twin, item.name, map_inputs(getattr(value, item.name), change))
+        return twin
+    return value
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of what a module takes or returns, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    for part in parts_of(value):
+        yield from tensors_of(part)
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """Return the first floating-point tensor of a value, looked for in tuples, lists and dicts, in order."""
-    if isinstance(value, Tensor):
-        return value if value.is_floating_point() else None
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
+    """Return the first floating-point tensor of a value."""
+    return next((t for t in tensors_of(value) if t.is_floating_point()), None)
 
 
-def replace_tensor(value: Any, old: Tensor, new: Tensor) -> Any:
-    """Return the value with one tensor of it, known by identity, replaced; the container's type is kept."""
-    if value is old:
-        return new
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(replace_tensor(part, old, new) for part in value))
-    if isinstance(value, tuple | list):
-        return type(value)(replace_tensor(part, old, new) for part in value)
-    if isinstance(value, dict):
-        changed = {key: replace_tensor(part, old, new) for key, part in value.items()}
-        return changed if type(value) is dict else type(value)(**changed)
-    return value
+def replace_tensor(value: Any, old: Tensor, new: Tensor, where: str) -> Any:
+    """Return the value with one tensor of it, known by identity, replaced, or say that it cannot be."""
+    if old is new:
+        return value
+    found = False
+
+    def change(t: Tensor) -> Tensor:
+        nonlocal found
+        found = found or t is old
+        return new if t is old else t
+
+    changed = map_inputs(value, change)
+    if not found:
+        raise UsageError(
+            f"{where} holds its state in something that cannot be rebuilt with another tensor: let it be a tensor, or "
+            "a tuple, list, dict or dataclass of tensors"
+        )
+    return changed
 
 
 def pick_state(value: Any, state: StateFn | None, where: str) -> Tensor:
@@ -106,6 +170,13 @@ def pick_input(args: tuple, kwargs: dict, state: StateFn | None, where: str) -> 
     return pick_state((*args, *kwargs.values()), state, where)
 
 
+def pick_entering(args: tuple, kwargs: dict, state: StateFn | None, where: str) -> Tensor:
+    """Return h_L among the arguments of the module behind the blocks; ``state`` is asked where there is a choice."""
+    given = (*args, *kwargs.values())
+    one = len([t for t in tensors_of(given) if t.is_floating_point()]) == 1
+    return pick_state(given, None if one else state, where)
+
+
 def find_blocks(network: nn.Module, blocks: Sequence[str] | None) -> dict[str, nn.Module]:
     """Return the blocks by name, or say in one line what is wrong with the names."""
     if blocks is None:
@@ -115,7 +186,7 @@ def find_blocks(network: nn.Module, blocks: Sequence[str] | None) -> dict[str, n
                 f"{type(network).__name__} does not name its blocks: pass blocks=[...], "
                 f"e.g. some of {', '.join(name for name, _ in network.named_children()) or 'its submodules'}"
             )
-    if isinstance(blocks, str) or not all(isinstance(name, str) for name in blocks):
+    if isinstance(blocks, str) or not (isinstance(blocks, Iterable) and all(isinstance(name, str) for name in blocks)):
         raise UsageError(f"blocks must be a list of module names, not {blocks!r}")
     if len(blocks) == 0:
         raise UsageError("blocks is empty: name at least one block")
@@ -133,21 +204,42 @@ def find_blocks(network: nn.Module, blocks: Sequence[str] | None) -> dict[str, n
         inside = next((other for other, m in found.items() if m is not module and m in set(module.modules())), None)
         if inside:
             raise UsageError(f"block '{inside}' lies inside block '{name}': blocks follow each other, they do not nest")
+    refuse_compiled(network, found)
     return found
+
+
+def refuse_compiled(network: nn.Module, blocks: dict[str, nn.Module]) -> None:
+    """Refuse blocks inside something compiled: hooks that come later are dropped there without a word, or traced."""
+    wanted = {*blocks.values()}
+    for name, module in network.named_modules():
+        what = f"'{name}'" if name else "the network"
+        wraps = "_orig_mod" in module._modules and module not in wanted
+        if (wraps or module._compiled_call_impl is not None) and not wanted.isdisjoint(module.modules()):
+            raise UsageError(
+                f"{what} is compiled, which hides its blocks: attach to the module as it was before and use "
+                "learner.compile()"
+            )
 
 
 @contextmanager
 def undisturbed(network: nn.Module) -> Iterator[None]:
-    """Leave buffers and random states as they were, whatever happens inside."""
-    buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
-    devices = {t.device for t in (*network.parameters(), *network.buffers()) if t.is_cuda}
+    """Leave buffers and random states as they were, whatever happens inside, which sees copies of the buffers.
+
+    Copies, and not values written back: a graph made inside can still be differentiated after it, and buffers that a
+    module assigns anew are put back as well.
+    """
+    held = [(module, {**module._buffers}) for module in network.modules() if module._buffers]
+    copies = {b: b.clone() for _, buffers in held for b in buffers.values() if b is not None}
+    devices = {t.device for t in (*network.parameters(), *copies) if t.is_cuda}
     with torch.random.fork_rng(devices=[device.index for device in devices]):
         try:
+            for module, buffers in held:
+                module._buffers.update({name: None if b is None else copies[b] for name, b in buffers.items()})
             yield
         finally:
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+            for module, buffers in held:
+                module._buffers.clear()
+                module._buffers.update(buffers)
 
 
 @contextmanager
@@ -163,91 +255,130 @@ def gradients_of(parameters: Sequence[nn.Parameter], wanted: bool) -> Iterator[N
             parameter.requires_grad_(not wanted)
 
 
-def same_tensor(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors are one: the same object, or the same view of the same memory."""
-    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
-
-
 # --- the plain run ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Call:
+    """One outermost module call after the last block."""
+
+    name: str
+    entered: Point | None
+    """What it took, where that was one tensor and nothing else."""
+    left: Point | None = None
+    """The first tensor that it returned."""
 
 
 @dataclass
 class _Plain:
     """What the uncut run showed."""
 
-    output: Tensor
-    mutated: frozenset[int]
-    first_after: str | None
-    """The first module called after the last block."""
-    after: list[tuple[str, Tensor | None, Tensor | None]]
-    """Outermost module calls after the last block: name, first tensor in, first tensor out."""
+    output: Point
+    written: frozenset[int]
+    """Blocks whose state was written into after it had entered them."""
+    written_last: bool
+    """Whether the last block's output was written into afterwards."""
+    written_terminal: bool
+    """Whether what entered the first module after the last block (or the named head) was written into afterwards."""
+    terminal: str | None
+    """That module."""
+    after: list[_Call]
 
 
-def _run_plain(network: nn.Module, blocks: dict[str, nn.Module], x: Inputs, state: StateFn | None) -> _Plain:
-    """Run once without cutting: call order, writes into block inputs, and what is called after the last block."""
-    index = {module: l for l, module in enumerate(blocks.values())}
-    names = list(blocks)
-    inside = {m for block in blocks.values() for m in block.modules()}
-    around = {m for m in network.modules() if any(block in set(m.modules()) for block in blocks.values())} - inside
-    order: list[str] = []
-    entered: list[tuple[int, Tensor, int]] = []
-    calls: list[list[Any]] = []
-    open_calls: list[nn.Module] = []
-    last = names[-1]
-    finished = False
+class _Plainly:
+    """The hooks of the uncut run: call order, writes into block inputs, and what is called after the last block."""
 
-    def enter_block(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        name = names[index[module]]
-        if name in order:
-            raise UsageError(f"block '{name}' is used twice in one forward: its credit would be ambiguous")
-        h = pick_input(args, kwargs, state, f"what enters block '{name}'")
-        order.append(name)
-        entered.append((index[module], h, h._version))
+    def __init__(self, network: nn.Module, blocks: dict[str, nn.Module], head: str | None, state: StateFn | None):
+        self.network, self.blocks, self.state = network, blocks, state
+        self.head = (head, network.get_submodule(head)) if head is not None else None
+        self.order: list[str] = []
+        self.entered: list[tuple[Tensor, int]] = []
+        self.last: tuple[Tensor, int] | None = None
+        self.terminal: tuple[str, Tensor, int] | None = None
+        self.calls: list[_Call] = []
+        self.open: list[nn.Module] = []
 
-    def leave_block(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        nonlocal finished
-        out = pick_state(output, state, f"what block '{names[index[module]]}' returns")
-        if names[index[module]] == last:
-            finished = True
-            entered.append((len(names), out, out._version))
-
-    def enter_other(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if finished:
-            if not open_calls:
-                calls.append([name, first_tensor((*args, *kwargs.values())), None])
-            open_calls.append(module)
-
-    def leave_other(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        if open_calls and open_calls[-1] is module:
-            open_calls.pop()
-            if not open_calls:
-                calls[-1][2] = first_tensor(output)
-
-    with ExitStack() as stack:
-        for module in index:
-            stack.callback(module.register_forward_pre_hook(enter_block, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(leave_block, with_kwargs=True).remove)
-        for name, module in network.named_modules():
-            if module not in inside and module not in around:
-                hook = lambda m, a, k, name=name: enter_other(name, m, a, k)  # noqa: E731
-                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(leave_other, with_kwargs=True).remove)
-        with torch.no_grad():
-            output = call(network, x)
-    missing = [name for name in names if name not in order]
-    if missing:
-        raise UsageError(
-            f"block '{missing[0]}' was not called by the network's forward"
-            + (" (a compiled network hides its blocks: use learner.compile() instead)" if len(missing) == len(names) else "")
+    def run(self, x: Inputs) -> _Plain:
+        """Call the network and say what was seen."""
+        with ExitStack() as stack:
+            self._hook(stack)
+            output = pick_state(call(self.network, x), None, "the network's output")
+        self._refuse_order()
+        written = frozenset(l for l, seen in enumerate(self.entered) if _is_written(seen))
+        last, terminal = self.last, self.terminal
+        return _Plain(
+            Point.at(output),
+            written,
+            last is not None and _is_written(last),
+            terminal is not None and _is_written(terminal[1:]),
+            terminal[0] if terminal else None,
+            self.calls,
         )
-    if order != names:
-        raise UsageError(f"blocks are called in the order {', '.join(order)}; give them in that order")
-    return _Plain(
-        pick_state(output, None, "the network's output"),
-        frozenset(l for l, h, version in entered if h._version != version),
-        calls[0][0] if calls else None,
-        [(name, before, after) for name, before, after in calls],
-    )
+
+    def _hook(self, stack: ExitStack) -> None:
+        inside = {m for block in self.blocks.values() for m in block.modules()}
+        blocks = {*self.blocks.values()}
+        around = {m for m in self.network.modules() if not blocks.isdisjoint(m.modules())} - inside
+        for name, module in self.blocks.items():
+            stack.callback(module.register_forward_pre_hook(self._entering(name), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(self._leaving(name), with_kwargs=True).remove)
+        for name, module in self.network.named_modules():
+            if module not in inside and module not in around:
+                stack.callback(module.register_forward_pre_hook(self._behind(name), with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(self._done, with_kwargs=True).remove)
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if name in self.order:
+                raise UsageError(f"block '{name}' is used twice in one forward: its credit would be ambiguous")
+            h = pick_input(args, kwargs, self.state, f"what enters block '{name}'")
+            self.order.append(name)
+            self.entered.append((h, h._version))
+
+        return enter
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            out = pick_state(output, self.state, f"what block '{name}' returns")
+            if len(self.order) == len(self.blocks):
+                self.last = (out, out._version)
+
+        return leave
+
+    def _behind(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if self.last is None:
+                return
+            h = first_tensor((*args, *kwargs.values()))
+            if self.terminal is None and h is not None and (self.head is None or self.head[1] is module):
+                met = pick_entering(args, kwargs, self.state, f"what enters '{name}'")
+                self.terminal = (self.head[0] if self.head else name, met, met._version)
+            if not self.open:
+                alone = len(args) == 1 and args[0] is h and not kwargs
+                self.calls.append(_Call(name, Point.at(h) if alone and h is not None else None))
+            self.open.append(module)
+
+        return enter
+
+    def _done(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        if self.open and self.open[-1] is module:
+            self.open.pop()
+            out = first_tensor(output)
+            if not self.open:
+                self.calls[-1].left = None if out is None else Point.at(out)
+
+    def _refuse_order(self) -> None:
+        names = [*self.blocks]
+        missing = [name for name in names if name not in self.order]
+        if missing:
+            raise UsageError(f"block '{missing[0]}' was not called by the network's forward")
+        if self.order != names:
+            raise UsageError(f"blocks are called in the order {', '.join(self.order)}; give them in that order")
+
+
+def _is_written(seen: tuple[Tensor, int]) -> bool:
+    tensor, version = seen
+    return tensor._version != version
 
 
 # --- the graph of the cut run -----------------------------------------------------------------------------------------
@@ -281,54 +412,62 @@ def describe(
     network: nn.Module, blocks: dict[str, nn.Module], x: Inputs, *, head: str | None, state: StateFn | None
 ) -> Topology:
     """Run the network twice, undisturbed, and describe it; refuse by name what cannot be cut."""
-    from creditscope.tape import Point, Recorder  # the cut run is the tape's own
+    from creditscope.tape import Recorder  # the cut run is the tape's own
 
-    parameters = list(network.parameters())
-    names = list(blocks)
-    with undisturbed(network), gradients_of(parameters, True):
+    names = [*blocks]
+    with undisturbed(network), gradients_of([*network.parameters()], True), torch.enable_grad():
         with undisturbed(network):
-            plain = _run_plain(network, blocks, x, state)
-        differentiable = map_inputs(
-            x, lambda t: t.detach().clone().requires_grad_().clone() if t.is_floating_point() else t
-        )
-        name = head if head is not None else plain.first_after
-        terminal = (name, network.get_submodule(name)) if name is not None else None
-        recorder = Recorder(blocks, terminal=terminal, state=state, copied=plain.mutated, mode="trial")
-        with torch.enable_grad(), recorder as record:
-            output = pick_state(call(network, differentiable), None, "the network's output")
-    if not torch.allclose(output.detach(), plain.output, rtol=1e-4, atol=1e-5, equal_nan=True):
+            plain = _Plainly(network, blocks, head, state).run(map_inputs(x, lambda t: t.detach().clone()))
+        if head is not None and plain.terminal is None:
+            raise UsageError(f"head '{head}' is not called after the last block '{names[-1]}'")
+        terminal = (plain.terminal, network.get_submodule(plain.terminal)) if plain.terminal is not None else None
+        copied = plain.written | ({len(names)} if plain.written_terminal else set())
+        recorder = Recorder(blocks, terminal=terminal, state=state, copied=copied, mode="trial")
+        with recorder as record:
+            output = pick_state(call(network, map_inputs(x, copied_input)), None, "the network's output")
+    if not torch.allclose(output, plain.output.tensor, rtol=1e-4, atol=1e-5, equal_nan=True):
         raise UsageError(
-            "cutting this network at its blocks changes its output (its forward is not deterministic, or a block writes "
-            "into what is used again): it cannot be cut there"
+            "cutting this network at its blocks changes its output (its forward is not deterministic, or a block "
+            "writes into what is used again): it cannot be cut there"
         )
     final = Point.at(output)
-    join, terminal_name = _last_join(record, name if head is None else None, final, names, head)
-    joins = [*(_join(record, l, record.incoming[l + 1]) for l in range(len(names) - 1)), join]
+    last_join, terminal_name = _last_join(record, plain.terminal, final, names, head is not None)
+    joins: list[Join] = [*(_join(record, l, record.incoming[l + 1]) for l in range(len(names) - 1)), last_join]
     incoming = [*record.incoming[: len(names)], record.incoming[-1] if terminal_name else record.outputs[-1]]
-    _refuse_bypasses(incoming, final, names, terminal_name)
+    behind = [final] if terminal_name else [*record.incoming[len(names) :], final]
+    _refuse_bypasses(incoming, behind, names, terminal_name)
     states = [*record.states[: len(names)], record.states[-1] if terminal_name else incoming[-1].tensor.detach()]
     _check_batch(states, output, names)
+    written = plain.written_terminal if terminal_name else plain.written_last
+    shared, early = _shared(record, incoming, behind, terminal_name)
     return Topology(
         shapes=tuple(h.shape[1:] for h in states),
         output_shape=output.shape[1:],
         joins=tuple(joins),
         terminal=terminal_name,
-        mutated=plain.mutated,
-        hidden=tuple(names[l] for l in range(len(names)) if record.inner_skip[l] and record.branches[l] is record.outputs[l]),
+        mutated=plain.written | ({len(names)} if written else set()),
+        shared=shared,
+        early=early,
+        hidden=tuple(name for l, name in enumerate(names) if _hides_branch(record, l, joins[l])),
         reentrant=any(point.edge is None for point in record.outputs),
-        exact_sum=_is_exact_sum(record, states, joins, plain.mutated),
-        rest=_rest_chain(plain, states[-1]),
+        exact_sum=not plain.written and all(_is_exact(record, l, incoming[l + 1]) for l in range(len(names))),
+        rest=_rest_chain(plain, record, final, terminal_name),
         sections=_sections(network, blocks, _node(incoming[0])),
     )
 
 
-def _is_sum(record: Any, l: int, following: Tensor) -> bool:
+def copied_input(t: Tensor) -> Tensor:
+    """Return a copy that may be written into and whose place in the graph can be told."""
+    return t.detach().clone().requires_grad_().clone() if t.is_floating_point() else t.clone()
+
+
+def _is_sum(record: Recorder, l: int, following: Tensor) -> bool:
     """Tell by the values whether h_{l+1} = h_l + block(h_l), where no graph can tell."""
     before, branch = record.states[l], record.outputs[l].tensor.detach()
     return before.shape == branch.shape == following.shape and torch.equal(before + branch, following.detach())
 
 
-def _join(record: Any, l: int, following: Any) -> Join:
+def _join(record: Recorder, l: int, following: Point) -> Join:
     """Say how h_{l+1} comes from block l; the block was fed a detached h_l, so a path to h_l goes around it."""
     if following.is_same(record.outputs[l]):
         return "chain"
@@ -338,45 +477,72 @@ def _join(record: Any, l: int, following: Any) -> Join:
 
 
 def _last_join(
-    record: Any, after: str | None, output: Any, names: list[str], head: str | None
+    record: Recorder, entered: str | None, output: Point, names: list[str], named: bool
 ) -> tuple[Join, str | None]:
-    """Find h_L: the last block's own output, or, with the skip outside, what enters the next module."""
+    """Find h_L: the last block's own output, or, with the skip outside, what enters the next (or the named) module."""
     l, last = len(names) - 1, names[-1]
     entering = record.incoming[-1] if len(record.incoming) > len(names) else None
     returned, around = record.outputs[-1], _node(record.incoming[l])
-    if head is not None:
-        if entering is None:
-            raise UsageError(f"head '{head}' is not called after the last block '{last}'")
-        return _join(record, l, entering), head
     join = _join(record, l, entering) if entering is not None else None
+    if named and join is not None:
+        return join, entered
     if join == "chain":
         # under reentrant activation checkpointing a block's own output has no graph, what enters the next module has
-        return "chain", after if _node(returned) is None and _node(entering) is not None else None
+        return "chain", entered if _node(returned) is None and _node(entering) is not None else None
     if join == "skip" and (_depends(_node(entering), _node(returned)) or _node(returned) is None):
-        return "skip", after
+        return "skip", entered
     if _depends(_node(output), around) or join == "skip":
         raise UsageError(
-            f"cannot tell h_L: the skip around the last block '{last}' is added outside it, and the sum enters no module "
-            "directly; put the rest into a module and name it with head="
+            f"cannot tell h_L: the skip around the last block '{last}' is added outside it, and the sum enters no "
+            "module directly; put the rest into a module and name it with head="
         )
-    return "between" if entering is not None else "chain", None
+    return "chain", None
 
 
-def _refuse_bypasses(incoming: list[Any], output: Any, names: list[str], terminal: str | None) -> None:
-    """Refuse networks in which a state does not hold all that later states depend on."""
+def _refuse_bypasses(incoming: list[Point], behind: list[Point], names: list[str], terminal: str | None) -> None:
+    """Refuse networks in which a state does not hold all that later states depend on, the inputs themselves aside."""
     label = [*(f"what enters block '{name}'" for name in names), f"what enters '{terminal}'" if terminal else "h_L"]
+    states = {_node(point) for point in incoming}
     ancestors: set[Any] = set()
-    for l, point in enumerate([*incoming, output]):
+    for l, points in enumerate([*([point] for point in incoming), behind]):
         previous = _node(incoming[l - 1]) if l else None
-        nodes = _nodes(_node(point), {previous} if previous is not None else set())
+        stop = {previous} if previous is not None else set()
+        nodes = set().union(*(_nodes(_node(point), stop) for point in points))
         around = {node for node in nodes & ancestors if not hasattr(node, "variable")} - {previous}
-        if around and l:
+        if l and any(not _is_constant(node, states) for node in around):
             where = label[l] if l < len(label) else "the output"
             raise UsageError(
-                f"{where} depends on what came before {label[l - 1]} by a path around it, so the state there is not the "
-                "whole state; choose blocks between which everything passes"
+                f"{where} depends on what came before {label[l - 1]} by a path around it, so the state there is not "
+                "the whole state; choose blocks between which everything passes"
             )
         ancestors |= nodes
+
+
+def _is_constant(node: Any, states: set[Any]) -> bool:
+    """Tell whether a node depends on neither a parameter nor a state, but on the inputs alone."""
+    return not any(n in states or isinstance(getattr(n, "variable", None), nn.Parameter) for n in _nodes(node, set()))
+
+
+def _shared(
+    record: Recorder, incoming: list[Point], behind: list[Point], terminal: str | None
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Find the states that are read by others than the (detached) module that they enter, and those read before it."""
+    points = [*incoming, *record.outputs, *behind]
+    graph = set().union(*(_nodes(_node(point), set()) for point in points))
+    met = {l: point.edge for l, point in enumerate(incoming) if l < len(incoming) - 1 or terminal is not None}
+    shared: set[int] = set()
+    early: set[int] = set()
+    for node in graph:
+        if node.name() == "CheckpointFunctionBackward":  # reentrant checkpointing holds the state that it hands on
+            continue
+        for l, edge in met.items():
+            if edge is None or (edge.node, edge.output_nr) not in node.next_functions:
+                continue
+            shared.add(l)
+            mark = record.marks.get(l)
+            if mark is not None and node._sequence_nr() < mark:
+                early.add(l)
+    return frozenset(shared), frozenset(early)
 
 
 def _check_batch(states: list[Tensor], output: Tensor, names: list[str]) -> None:
@@ -391,28 +557,69 @@ def _check_batch(states: list[Tensor], output: Tensor, names: list[str]) -> None
             )
 
 
-def _is_exact_sum(record: Any, states: list[Tensor], joins: list[Join], mutated: frozenset[int]) -> bool:
-    """Tell whether the states can be rebuilt to the bit from the blocks alone."""
-    for l, join in enumerate(joins):
-        branch = record.outputs[l].tensor.detach()
-        fits = join == "chain" or (join == "skip" and branch.shape == states[l].shape)
-        if not fits or not torch.equal(branch if join == "chain" else states[l] + branch, states[l + 1]):
-            return False
-    return not mutated
+def _hides_branch(record: Recorder, l: int, join: Join) -> bool:
+    """Tell whether a block adds its input to what it makes of it and returns the sum, its branch nowhere to be seen.
+
+    Where there is no other skip, an addition anywhere in the block counts of which one side is the input by a path
+    without parameters and the other depends on it: h + f(h), relu(h + f(h)), norm(h + f(h)). Where the skip is outside,
+    such sums belong to the branch, but for h + f(h) itself.
+    """
+    start, end = record.fed.get(l), record.outputs[l].edge
+    if record.branches[l] is not record.outputs[l] or start is None or start.edge is None or end is None:
+        return False
+    leaf = start.edge.node
+    nodes = _nodes(end.node, {leaf})
+    depending = _climb(leaf, nodes, lambda node: True)
+    plain = _climb(leaf, nodes, lambda node: all(_is_constant(n, depending) or n in depending for n in _before(node)))
+    sums = [node for node in nodes if node.name() == "AddBackward0" and len(depending & {*_before(node)}) > 1]
+    if join == "skip":
+        sums = [node for node in sums if node is end.node]
+        plain = {leaf}
+    return any(n in plain for node in sums for n in _before(node))
 
 
-def _rest_chain(plain: _Plain, last: Tensor) -> tuple[str, ...] | None:
-    """Return the modules from h_L to the output where each takes exactly what the one before gave."""
-    taken = [before for _, before, _ in plain.after]
-    given = [last, *(after for _, _, after in plain.after)]
-    if not taken or any(t is None for t in taken) or any(g is None for g in given):
-        return None
-    pairs = list(zip(given[1:-1], taken[1:], strict=True))
-    if not all(same_tensor(a, b) for a, b in pairs) or not same_tensor(given[-1], plain.output):
-        return None
-    if taken[0].shape != last.shape or not torch.equal(taken[0], last):
-        return None
-    return tuple(name for name, _, _ in plain.after)
+def _before(node: Any) -> list[Any]:
+    """Return the nodes that a node takes its operands from."""
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def _climb(start: Any, nodes: set[Any], passes: Callable[[Any], bool]) -> set[Any]:
+    """Return the nodes that depend on a node, going up only through those that pass."""
+    above: dict[Any, list[Any]] = {}
+    for node in nodes - {start}:
+        for before in _before(node):
+            above.setdefault(before, []).append(node)
+    reached, todo = {start}, [start]
+    while todo:
+        for node in above.get(todo.pop(), []):
+            if node not in reached and passes(node):
+                reached.add(node)
+                todo.append(node)
+    return reached
+
+
+def _is_exact(record: Recorder, l: int, following: Point) -> bool:
+    """Tell by the graph whether h_{l+1} is block l's output, or h_l plus it, whatever the values."""
+    if following.is_same(record.outputs[l]):
+        return True
+    edges = (record.incoming[l].edge, record.outputs[l].edge)
+    if following.edge is None or None in edges or following.edge.node.name() != "AddBackward0":
+        return False
+    added = {(node, nr) for node, nr in following.edge.node.next_functions}
+    alpha = following.edge.node._saved_alpha  # pyright: ignore[reportAttributeAccessIssue]
+    return alpha == 1 and added == {(edge.node, edge.output_nr) for edge in edges if edge is not None}
+
+
+def _rest_chain(plain: _Plain, record: Recorder, output: Point, terminal: str | None) -> tuple[str, ...] | None:
+    """Return the modules from h_L to the output where each takes exactly what the one before gave, and nothing else."""
+    if not plain.after:
+        return () if output.is_same(record.outputs[-1]) else None
+    direct = plain.after[0].name == terminal or (terminal is None and record.incoming[-1].is_same(record.outputs[-1]))
+    given = [after.left for after in plain.after]
+    taken = [after.entered for after in plain.after]
+    links = zip([*taken[1:], plain.output], given, strict=True)
+    joined = all(a is not None and b is not None and a.is_same(b) for a, b in links)
+    return tuple(after.name for after in plain.after) if direct and joined and taken[0] is not None else None
 
 
 def _sections(network: nn.Module, blocks: dict[str, nn.Module], stem: Any) -> dict[str, tuple[str, ...]]:
