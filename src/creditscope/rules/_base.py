@@ -17,7 +17,9 @@ from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from creditscope.errors import UsageError, unknown
 from creditscope.tape import Cut, LossFn, Point, Recorder, Tape, plain_precision
@@ -319,6 +321,20 @@ def exposed_branches(cut: Cut, record: Recorder) -> list[Point]:
 
 
 # --- the learner ------------------------------------------------------------------------------------------------------
+
+
+def _advance_versions(optimiser: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    """Make up for torch's fused optimisers: alone of all, they change parameters and leave their versions as they are.
+
+    By its version a learner sees, without waiting for a device, that the network has been updated; autograd, that a
+    graph is out of date.
+    """
+    fused = [p for group in optimiser.param_groups if group.get("fused") for p in group["params"] if p.grad is not None]
+    if fused:
+        increment_version(fused)
+
+
+register_optimizer_step_post_hook(_advance_versions)
 
 
 class Learner(nn.Module):
