@@ -22,11 +22,25 @@ def paired_rows(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return rows(a), rows(g)
 
 
-def magnitude(x: Tensor, *, per_row: bool = True) -> Tensor:
-    """Return the power of two above the largest finite entry, of each row (B, 1) or of all; dividing by it is exact."""
-    sizes = torch.where(x.isfinite(), x, 0).abs()
-    largest = sizes.amax(dim=1, keepdim=True) if per_row else sizes.max() if sizes.numel() else sizes.new_zeros(())
-    return torch.exp2(torch.frexp(largest).exponent.double().clamp(-1022, 1022))
+def peak(x: Tensor) -> Tensor:
+    """Return each row's largest entry in size, (B, 1); not finite where an entry is not."""
+    return torch.linalg.vector_norm(x, math.inf, dim=1, keepdim=True)
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """Return the power of two above each row's peak, (B, 1): to divide by it is exact. 1 where it is not finite."""
+    return _power_above(peak(x))
+
+
+def common_magnitude(values: Tensor) -> Tensor:
+    """Return the power of two above the largest finite value of all, a scalar."""
+    sizes = values[values.isfinite()].abs()
+    return _power_above(sizes.max() if len(sizes) else values.new_zeros(()))
+
+
+def _power_above(largest: Tensor) -> Tensor:
+    exponent = torch.frexp(torch.where(largest.isfinite(), largest, 1)).exponent
+    return torch.exp2(exponent.double().clamp(-1022, 1022))
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from creditscope.metrics._rows import dot, magnitude, paired_rows, quotient
+from creditscope.metrics._rows import common_magnitude, dot, magnitude, paired_rows, peak, quotient
 from creditscope.metrics.scale import norm
 
 
@@ -96,10 +96,10 @@ def pooled_terms(a: Tensor, g: Tensor) -> Tensor:
     tensor(0.5000, dtype=torch.float64)
     """
     x, y = paired_rows(a, g)
-    finite = (x.isfinite() & y.isfinite()).all(dim=1)
-    x, y = x / magnitude(x, per_row=False), y / magnitude(y, per_row=False)
+    peaks = peak(x), peak(y)
+    x, y = (t / common_magnitude(largest) for t, largest in zip((x, y), peaks, strict=True))
     terms = torch.stack([dot(x, y), dot(x, x), dot(y, y)], dim=1)
-    return torch.where(finite.unsqueeze(1), terms, math.nan)
+    return torch.where(peaks[0].isfinite() & peaks[1].isfinite(), terms, math.nan)
 
 
 def pooled_ratio(terms: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from creditscope.errors import UsageError
-from creditscope.metrics._rows import magnitude, quotient, rows, unit
+from creditscope.metrics._rows import common_magnitude, quotient, rows, unit
 
 Tail = Callable[[Tensor], Tensor]
 
@@ -48,16 +48,19 @@ def directions(
 ) -> Tensor:
     """Draw Gaussian vectors of unit norm for each example, (count, *shape): uniform on the sphere.
 
-    Drawn one after the other, so that ``count`` at once are the same as in parts. Unit: that of the state.
+    Drawn one after the other, so that ``count`` at once are the same as in parts; in float32, which is several times
+    faster, and normalised in ``dtype``, so that each precision gets the same directions. Unit: that of the state.
 
     >>> import torch
     >>> v = directions((2, 3, 4), 5, torch.Generator().manual_seed(0))
     >>> v.shape, v.flatten(2).norm(dim=2).allclose(torch.ones(5, 2, dtype=torch.float64))
     (torch.Size([5, 2, 3, 4]), True)
     """
-    drawn = [torch.randn(*shape, generator=generator, device=generator.device, dtype=dtype) for _ in range(count)]
-    v = unit(rows(torch.cat(drawn).to(device or generator.device)))
-    return v.to(dtype).reshape(count, *shape)
+    drawn = [
+        torch.randn(*shape, generator=generator, device=generator.device, dtype=torch.float32) for _ in range(count)
+    ]
+    v = torch.cat(drawn).to(device or generator.device, dtype).reshape(count * shape[0], -1)
+    return v.div_(torch.linalg.vector_norm(v, dim=1, keepdim=True)).reshape(count, *shape)
 
 
 def loss_changes(tail: Tail, h: Tensor, steps: Tensor, *, chunk: int = 4096, base: Tensor | None = None) -> Tensor:
@@ -176,10 +179,10 @@ def centred(t: Tensor) -> Tensor:
     tensor([0., 0., 0.], dtype=torch.float64)
     """
     x = t.detach().double()
-    x = x / magnitude(x, per_row=False)
+    x = x / common_magnitude(x)
     x = x - x.flatten()[:1]  # without this, rounding of the mean of equal values would pass for spread
     x = x - x.mean()
-    return x / magnitude(x, per_row=False)
+    return x / common_magnitude(x)
 
 
 def rho_terms(predicted: Tensor, actual: Tensor) -> Tensor:
@@ -254,7 +257,7 @@ def root_mean_square(values: Tensor) -> Tensor:
     >>> root_mean_square(torch.tensor([3e-200, 4e-200], dtype=torch.float64))
     tensor(3.5355e-200, dtype=torch.float64)
     """
-    scale = magnitude(values, per_row=False)
+    scale = common_magnitude(values)
     return (values / scale).square().mean().sqrt() * scale
 
 

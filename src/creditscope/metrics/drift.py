@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from creditscope.errors import UsageError
-from creditscope.metrics._rows import magnitude, rows
+from creditscope.metrics._rows import common_magnitude, peak, rows
 from creditscope.metrics.reference import relative_error
 
 
@@ -40,10 +40,10 @@ def effective_rank(h: Tensor) -> Tensor:
         raise UsageError(f"the effective rank needs at least 2 examples; {x.shape[0]} was given")
     if not x.isfinite().all():
         return x.new_tensor(math.nan)
-    x = x / magnitude(x, per_row=False)
+    x = x / common_magnitude(peak(x))
     x = x - x[:1]  # exact zeros where all examples are the same, which centring alone would not give
     x = x - x.mean(dim=0)
-    x = x / magnitude(x, per_row=False)
+    x = x / common_magnitude(peak(x))
     gram = x @ x.mT if x.shape[0] <= x.shape[1] else x.mT @ x
     powers = torch.linalg.eigvalsh(gram).clamp(min=0)
     return torch.special.entr(powers / powers.sum()).sum().exp()

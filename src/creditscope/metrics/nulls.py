@@ -14,7 +14,7 @@ from creditscope.metrics._rows import paired_rows, quotient, unit
 
 # Up to here a whole rotation costs next to nothing. Beyond it a signed permutation has the same mean and spread, and so
 # many terms that the two distributions are one unless the credit lives on a few features.
-ROTATED_FEATURES = 64
+ROTATED_FEATURES = 32
 PRODUCT_ROWS = 4096  # up to here all pairs of rows are multiplied at once: 128 MiB, and a draw is then a look-up
 CHUNK = 2**24  # numbers that are gathered at a time
 
@@ -75,7 +75,7 @@ def null_cosines(
     examples' credits are) and loses only its relation to the reference. Vectors drawn per example would be far too
     narrow a null: they average out over examples, and a fixed random matrix does not. ``rotation``: Q uniform over
     all rotations; ``permutation``: over signed permutations, which have the same mean 0 and variance ‖C‖²_F/d with
-    C = (1/n) Σ ĝᵢ âᵢᵀ; ``auto``: a rotation up to 64 features. Unit: none. Examples without a direction (zero, not
+    C = (1/n) Σ ĝᵢ âᵢᵀ; ``auto``: a rotation up to 32 features. Unit: none. Examples without a direction (zero, not
     finite) are left out; NaN where none is left.
 
     >>> import torch

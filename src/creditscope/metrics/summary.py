@@ -52,7 +52,9 @@ class Resampling:
     def mean(self, values: Tensor) -> Estimate:
         """Return the mean over the last axis, (..., n) -> (...), with its studentised interval."""
         values = self._own(values)
-        scale = magnitude(values.reshape(-1, self.n)).reshape(values.shape[:-1])  # no square may underflow
+        scale = magnitude(values.nan_to_num(nan=0).reshape(-1, self.n)).reshape(
+            values.shape[:-1]
+        )  # no square may underflow
         value, low, high, n = self.pooled((values / scale.unsqueeze(-1)).unsqueeze(-1), lambda means: means[..., 0])
         return Estimate(scale * value, scale * low, scale * high, n)
 
