@@ -9,7 +9,14 @@ from creditscope.history import as_dataset
 
 EXAMPLES = {"train": 44, "test": 20, "val": 7}
 ROWS = [
-    {"epoch": 0, "test_loss": 2.0, "test_acc": 0.1, "state_norm": [1.0, 2.0], "reference_norm": [3.0, 4.0], "seconds": 1.0},
+    {
+        "epoch": 0,
+        "test_loss": 2.0,
+        "test_acc": 0.1,
+        "state_norm": [1.0, 2.0],
+        "reference_norm": [3.0, 4.0],
+        "seconds": 1.0,
+    },
     {"epoch": 1, "lr": 0.1, "train_loss": 1.5, "train_acc": 0.4, "state_error": 5.0, "seconds": 2.0},
     {
         "epoch": 2,

@@ -28,8 +28,8 @@ from creditscope.rules._base import Feedback, Learner, Rule
 from creditscope.runs import RunDirectory, Status, environment, flatten, unflatten
 from creditscope.runs.checkpoint import digest
 from creditscope.steps import Place, Schedule, Stepper, Tally, Watch, all_finite, make_optimiser, tensor_rates
-from creditscope.tape import LossFn, cross_entropy
-from creditscope.topology import StateFn, call, first_tensor, undisturbed
+from creditscope.tape import LossFn, cross_entropy, per_example
+from creditscope.topology import StateFn, call, pick_state, undisturbed
 
 EVALUATION_BATCH = 1000
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
@@ -145,7 +145,7 @@ def fit(
         graph=graph,
         compile=compile,
         evaluate_every=evaluate_every,
-        keep=_kept(keep, epochs),
+        keep=list(dict.fromkeys(keep)),
         probe=probe,
     )
     with _global_settings(plan.device, plan.threads, derive(seed, "noise")):
@@ -180,6 +180,9 @@ class _Plan:
     def __post_init__(self) -> None:
         for name, low in (("epochs", 1), ("seed", 0), ("evaluate_every", 1), ("probe", 1)):
             _require_whole(name, getattr(self, name), low)
+        for item in self.keep:
+            if item != "last" and not (isinstance(item, int) and 0 <= item <= self.epochs):
+                raise UsageError(f"keep holds epochs from 0 to {self.epochs} and 'last', not {item!r}")
         if self.graph not in ("auto", "off"):
             raise UsageError(f"graph must be 'auto' or 'off', not {self.graph!r}")
         if not isinstance(self.data, Dataset):
@@ -227,14 +230,6 @@ def _recipe(recipe: Recipe | None, changes: dict[str, Any]) -> Recipe:
     if recipe is not None and not isinstance(recipe, Recipe):
         raise UsageError(f"recipe must be a Recipe, such as cs.recipes.study, not {recipe!r}")
     return (recipe or recipes.default).with_(**changes)
-
-
-def _kept(keep: Iterable[Keep], epochs: int) -> list[Keep]:
-    kept = list(dict.fromkeys(keep))
-    for item in kept:
-        if item != "last" and not (isinstance(item, int) and 0 <= item <= epochs):
-            raise UsageError(f"keep holds epochs from 0 to {epochs} and 'last', not {item!r}")
-    return kept
 
 
 def _device(given: str | torch.device) -> torch.device:
@@ -382,8 +377,8 @@ class _Training:
         }
         self.probe = min(plan.probe, len(data.test))
         self.probed = next(self._loader(data.test, self.probe).ordered())
-        example = self.probed[0][:2]
-        _check_outputs(network, example, data)
+        example, labels = (part[:2] for part in self.probed)
+        _check_outputs(network, example, labels, data, plan.attach["loss"] or cross_entropy)
         self.learner = plan.rule.attach(
             network,
             **plan.attach,
@@ -574,16 +569,22 @@ class _Training:
         return self._result("finished", {}, resumed=True)
 
 
-def _check_outputs(network: nn.Module, x: Tensor, data: Dataset) -> None:
-    """A network for other inputs, or for another number of classes, would fail late or learn nothing."""
+def _check_outputs(network: nn.Module, x: Tensor, y: Tensor, data: Dataset, loss: LossFn) -> None:
+    """A network for other inputs, another number of classes or another loss would fail late, or learn nothing."""
     with evaluating(network), undisturbed(network), torch.no_grad():
-        try:
-            output = first_tensor(call(network, x))
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise UsageError(f"the network does not take {data.name}'s examples of {data.shape}: {reason}") from error
-    if output is not None and output.ndim == 2 and output.shape[1] < data.classes:
+        output = _refused(f"the network does not take {data.name}'s examples of {data.shape}", call, network, x)
+        output = pick_state(output, None, "the network's output")
+    if output.ndim == 2 and output.shape[1] < data.classes:
         raise UsageError(f"the network has {output.shape[1]} outputs, but {data.name} has {data.classes} classes")
+    _refused("the loss does not take the network's outputs", per_example, loss, output, y)
+
+
+def _refused(what: str, function: Callable[..., Any], *given: Any) -> Any:
+    """Call a function, and turn an error of torch's into a refusal of one line."""
+    try:
+        return function(*given)
+    except (RuntimeError, IndexError) as error:
+        raise UsageError(f"{what}: {str(error).splitlines()[0]}") from error
 
 
 def _graph_obstacle(learner: Learner, plan: _Plan) -> str | None:
