@@ -29,8 +29,8 @@ class Resampling:
     """Bootstrap over n examples: one set of multinomial weights, drawn once and shared by all statistics.
 
     Means and functions of means get studentised intervals (bootstrap-t), which correct for skewness: at n = 200 they
-    cover the mean of a log-normal, and pooled cosines of credits whose norms vary by such factors, in 94 to 95 % of
-    cases, BCa intervals in 92 to 93 %. Intervals are conditional on everything but the choice of examples.
+    cover a log-normal's mean, and pooled cosines of credits whose norms vary, in about 94 % of cases (BCa intervals: in
+    92 to 93 %). Intervals are conditional on everything but the choice of examples.
 
     NaN values are left out, and n is what remains; a value or interval of nothing is NaN, and so is the interval where
     the value is not finite or fewer than two are left.
