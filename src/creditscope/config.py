@@ -134,9 +134,7 @@ def _is_rule_type(hint: Any) -> bool:
 
 def _inner_rule(value: Any, overrides: Overrides, path: str) -> Rule:
     if value is MISSING:
-        raise UsageError(
-            f"{path}.{next(iter(overrides))} needs to know the rule: give {path}=NAME too, as in {path}=dfa"
-        )
+        raise UsageError(f"{path}.{next(iter(overrides))} is an option of a rule: name it too, as in {path}=dfa")
     if isinstance(value, rules.Rule):
         value = to_dict(value) if overrides else value
     if isinstance(value, Mapping):

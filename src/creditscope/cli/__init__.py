@@ -60,10 +60,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:  # whoever read our output has gone, as in `creditscope list rules | head -1`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return Exit.DONE
-        except Exception:
+        except Exception as error:
+            if _is_out_of_memory(error):
+                complain(f"creditscope: out of memory; a smaller network or recipe.batch takes less ({_first(error)})")
+                return Exit.USAGE
             complain(traceback.format_exc())
             complain("creditscope: this is a fault of creditscope; please report it with the lines above")
             return Exit.INTERNAL
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Tell it without loading torch, which says it in two ways: a type on a GPU, a text on a CPU."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
+
+
+def _first(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _run(argv: list[str]) -> int:
@@ -91,7 +104,7 @@ def _command(argv: list[str]) -> tuple[str, list[str]]:
     if not rest or rest[0] in ("-h", "--help"):
         return first, rest
     if f"{first} {rest[0]}" not in COMMANDS:
-        raise unknown(f"command '{first}'", rest[0], [name.partition(" ")[2] for name in _below(first)])
+        raise unknown("command", f"{first} {rest[0]}", _below(first))
     return f"{first} {rest[0]}", rest[1:]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import shlex
 import sys
@@ -46,6 +47,9 @@ class Command:
         if rest:
             raise _not_understood(rest, flags, parser.prog)
         texts = vars(given)
+        for item in flags:
+            if item.is_required and item.field not in texts:
+                raise UsageError(f"{item.spelling} must be given (see `{parser.prog} --help`)")
         return cls(**{f.field: convert(texts[f.field], f.option.hint, f.spelling) for f in flags if f.field in texts})
 
     def arguments(self) -> list[str]:
@@ -99,10 +103,15 @@ class Flag:
         return not self.spelling.startswith("-")
 
     @property
+    def is_required(self) -> bool:
+        """Whether there is no default."""
+        return self.option.default is MISSING
+
+    @property
     def help(self) -> str:
         """What it is, and its default."""
         default = self.option.default
-        if default is MISSING or default in (None, False, ()):
+        if self.is_required or default is None or default is False or default == ():
             return self.doc
         return f"{self.doc} (default: {','.join(map(str, default)) if isinstance(default, tuple) else default})"
 
@@ -151,11 +160,11 @@ class _Parser(argparse.ArgumentParser):
 def _parser(kind: type[Command], name: str, flags: list[Flag]) -> argparse.ArgumentParser:
     """Return a parser that leaves values as texts: they are converted by their field's type afterwards."""
     prog = f"creditscope {name}"
-    places = [f.spelling if f.option.default is MISSING else f"[{f.spelling}]" for f in flags if f.is_placed]
+    places = [f.spelling if f.is_required else f"[{f.spelling}]" for f in flags if f.is_placed]
     parser = _Parser(
         prog=prog,
         usage=" ".join([prog, *places, "[options]"]),
-        description=kind.__doc__,
+        description=inspect.getdoc(kind),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -168,8 +177,7 @@ def _parser(kind: type[Command], name: str, flags: list[Flag]) -> argparse.Argum
 def _add(parser: argparse.ArgumentParser, flag: Flag) -> None:
     text = flag.help.replace("%", "%%")
     if flag.is_placed:
-        nargs = None if flag.option.default is MISSING else "?"
-        parser.add_argument(flag.field, metavar=flag.spelling, nargs=nargs, help=text)
+        parser.add_argument(flag.field, metavar=flag.spelling, nargs="?", help=text)
     elif flag.option.hint is bool:
         parser.add_argument(flag.spelling, dest=flag.field, action="store_true", help=text)
     else:
@@ -177,7 +185,6 @@ def _add(parser: argparse.ArgumentParser, flag: Flag) -> None:
             flag.spelling,
             dest=flag.field,
             action="append" if flag.repeated else "store",
-            required=flag.option.default is MISSING,
             metavar=flag.value,
             help=text,
         )

@@ -72,7 +72,7 @@ class Lines:
 
 
 class Bar:
-    """A bar over all steps of a training, with the last scores."""
+    """A bar over all steps of a training, with the last score."""
 
     def __init__(self, bars: Progress, label: str, epochs: int):
         self._bars, self._label, self._epochs = bars, label, epochs
@@ -83,8 +83,8 @@ class Bar:
         self._bars.update(self._task, completed=(epoch - 1) * steps + step, total=self._epochs * steps)
 
     def epoch(self, end: EpochEnd) -> None:
-        """Show how far it is, and the scores."""
-        self._bars.update(self._task, description=f"{self._label}  epoch {end.epoch}/{end.epochs}  {scores(end.row)}")
+        """Show how far it is, and the score."""
+        self._bars.update(self._task, description=f"{self._label}  {_brief(end)}")
 
 
 @contextmanager
@@ -112,7 +112,7 @@ class Series:
 
     def epoch(self, end: EpochEnd) -> None:
         """Show how far it is."""
-        self._show(end.epoch, f"  epoch {end.epoch}/{end.epochs}  {scores(end.row)}")
+        self._show(end.epoch, f"  {_brief(end)}")
 
     def end(self, result: Result) -> None:
         """Say what the training gave."""
@@ -143,3 +143,9 @@ def several(trainings: int, epochs: int) -> Iterator[Series]:
 def scores(row: Mapping[str, Any]) -> str:
     """Return the losses and accuracies of an epoch in one line."""
     return ", ".join(f"{key} {row[key]:.3f}" for key in row if key.endswith(("_loss", "_acc")))
+
+
+def _brief(end: EpochEnd) -> str:
+    """Return what leaves room for a bar."""
+    score = next((f"  {name} {end.row[name]:.3f}" for name in ("test_acc", "test_loss") if name in end.row), "")
+    return f"epoch {end.epoch}/{end.epochs}{score}"

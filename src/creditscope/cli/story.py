@@ -60,7 +60,7 @@ def tell(out: Path, command: str) -> Story:
         table=table,
         illustrations=(*illustrations.values(),),
         settings=_settings(plans[0], results[0]),
-        environment=RunDirectory.open(out / "bp-42").environment or {},
+        environment=RunDirectory.open(plans[0].out).environment or {},
         repeat=command,
         commands=tuple(" ".join(["creditscope train", *train.arguments()]) for train in trainings),
     )
@@ -103,13 +103,13 @@ def _gathered(results: list[Result]) -> xr.Dataset:
 def _illustrations(data: xr.Dataset) -> dict[str, Illustration]:
     return {
         "accuracy": Illustration(
-            figures.accuracy(data),
+            figures.accuracy(data, [*RULES]),
             "Accuracy by epoch",
             "Solid: the rule in all blocks. Dashed: the same rule with the blocks left as they were initialised, so "
             "that stem and head alone learn. Dotted: the network without its blocks, trained by backpropagation.",
         ),
         "norms": Illustration(
-            figures.norms(data),
+            figures.norms(data, [*RULES]),
             "Norms by epoch",
             "Left: the last state h_L, whose norm the terminal LayerNorm divides out again. Right: the exact credit "
             "g_L = ∂(Σᵢ ℓᵢ)/∂h_L, the reference that a rule's credit is compared with.",

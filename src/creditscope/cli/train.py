@@ -56,7 +56,7 @@ class Train(Command):
     assignments: tuple[str, ...] = flag((), spelling="--set", value="rule.scale=2", repeated=True)
     """Set an option of rule, net, data or recipe; can be given several times."""
     recipe: str = "default"
-    """Batch, optimiser, schedule, clipping and precision: default or study."""
+    """Batch, optimiser, schedule, clipping and precision, under one name: default or study."""
     validation: int = 0
     """Hold this many training examples out as a validation split."""
     out: str | None = flag(None, value="DIR")

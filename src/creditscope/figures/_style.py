@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -25,6 +27,10 @@ STYLES = {
     "fa": Style("FA", "#E69F00", "s"),
     "dfa": Style("DFA", "#C62828", "^"),
 }
+
+
+_OTHERS = [("#009E73", "D"), ("#CC79A7", "v"), ("#56B4E9", "P"), ("#D55E00", "X")]
+"""Colours and markers of credits that have no style of their own, in their order."""
 
 
 def style_of(rule: str) -> Style:
@@ -72,3 +78,32 @@ def spread_note(data: xr.Dataset, *, geometric: bool = False) -> str:
     """Say what the line and the band are, and of how many seeds."""
     seeds, what = data.sizes["seed"], "geometric mean ×/÷ sd" if geometric else "mean ± sd"
     return f"{what} of {seeds} seeds" if seeds > 1 else "1 seed"
+
+
+def credit_styles(names: Iterable[str]) -> dict[str, Style]:
+    """Return a style for each credit: a rule's own, else the next of a few."""
+    found: dict[str, Style] = {}
+    for name in names:
+        colour, marker = _OTHERS[(len(found.keys() - STYLES.keys())) % len(_OTHERS)]
+        found[name] = STYLES.get(name, Style(name, colour, marker))
+    return found
+
+
+def by_credit(data: xr.Dataset) -> dict[str, xr.Dataset]:
+    """Return the Dataset of each credit of an audit by its name, with the attributes that are its own."""
+    if "credit" not in data.dims:
+        names, parts = [str(data.attrs.get("credit", "credit"))], [data]
+    else:
+        names = [str(name) for name in data["credit"].to_numpy()]
+        parts = [data.sel(credit=name) for name in names]
+    return {name: part.assign_attrs(_own(data.attrs, name)) for name, part in zip(names, parts, strict=True)}
+
+
+def _own(attrs: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key.removesuffix(f"@{name}"): value for key, value in attrs.items() if str(key).endswith(f"@{name}")}
+
+
+def state_ticks(axes: Axes, layers: int) -> None:
+    """Put ticks at whole states."""
+    step = max(1, -(-layers // 12))
+    axes.set_xticks(range(0, layers, step))

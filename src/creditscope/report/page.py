@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jinja2
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from creditscope import __version__
@@ -26,7 +27,8 @@ class Illustration:
     def image(self, kind: Literal["png", "pdf", "svg"]) -> bytes:
         """Return the figure as a file's contents."""
         buffer = io.BytesIO()
-        self.figure.savefig(buffer, format=kind, dpi=200, metadata=_UNDATED[kind])
+        with rc_context({"svg.hashsalt": "creditscope"}):  # else the names inside are drawn at random
+            self.figure.savefig(buffer, format=kind, dpi=200, metadata=_UNDATED[kind])
         return buffer.getvalue()
 
     @property
