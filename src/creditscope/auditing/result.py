@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,18 +23,6 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "creditscope.audit", 1
 LISTED = "json:"
 
-COLUMNS = (
-    "cosine",
-    "rho",
-    "rho_limit",
-    "norm_ratio",
-    "nudging",
-    "state_norm",
-    "reference_norm",
-    "null_z",
-    "precision_error",
-)
-
 
 class Audit:
     """The measurements of one or several credits on one evaluation set, and the verdict."""
@@ -43,6 +30,11 @@ class Audit:
     def __init__(self, data: xr.Dataset, thresholds: Thresholds | None = None):
         self.data = data
         self._thresholds = thresholds if thresholds is not None else load_thresholds()
+
+    @property
+    def thresholds(self) -> Thresholds:
+        """What the figures are judged by."""
+        return self._thresholds
 
     @cached_property
     def verdicts(self) -> dict[str, Verdict]:
@@ -136,13 +128,3 @@ def _from_text(value: Any) -> Any:
     if isinstance(value, str):
         return json.loads(value.removeprefix(LISTED)) if value.startswith(LISTED) else value
     return value.item() if isinstance(value, np.generic) else value
-
-
-def layers(data: xr.Dataset, names: Iterable[str]) -> dict[str, Any]:
-    """Return the per-layer columns that an audit has, nudging at its middle η."""
-    found = {}
-    for name in names:
-        if name in data:
-            values = data[name].sel(eta=0.003) if "eta" in data[name].dims else data[name]
-            found[name] = values.values
-    return found

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import creditscope
 from creditscope.auditing import measure
 from creditscope.auditing import updates as updating
+from creditscope.auditing.about import about_network, about_rule
 from creditscope.auditing.bench import ETAS, Bench, Settings
 from creditscope.auditing.hints import find_hints
 from creditscope.auditing.result import FORMAT, VERSION, Audit
@@ -152,6 +153,7 @@ def _measured(
         "seed": settings.seed,
         "loss": getattr(bench.cut.loss, "__name__", "loss"),
         "blocks": list(bench.cut.blocks),
+        **about_network(bench.cut),
         **depth_attrs,
     }
     if not bool(finite.all()):
@@ -167,6 +169,7 @@ def _measured(
         sheet = sheets[claim.name] = Sheet()
         _measure_claim(bench, claim, sheet, resampling, standard=standard, full=full)
         attrs[f"driven@{claim.name}"] = claim.driven
+        attrs |= {f"{key}@{claim.name}": text for key, text in about_rule(claim).items()}
         attrs[f"hints@{claim.name}"] = "\n".join(find_hints(bench, claim, sheet))
         if claim.learner is not None:
             _measure_learner(bench, claim, sheet, attrs, standard=standard)
