@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import xarray as xr
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 NAN = float("nan")
 
@@ -17,6 +19,9 @@ class _Variable(NamedTuple):
     reduction: str
     why_nan: str
 
+
+_Labelled = tuple[Any, np.ndarray, dict[str, Any]]
+"""Dimensions, values and attributes."""
 
 _NOTHING_TRAINED = "nothing is trained in epoch 0, the initialisation"
 _NOT_EVALUATED = "not every epoch was evaluated"
@@ -54,6 +59,8 @@ def as_dataset(rows: Sequence[Mapping[str, Any]], *, probe: int, examples: Mappi
     A row holds the epoch, scalars by name, and lists over layers. ``probe`` is the number of test examples behind the
     norms, ``examples`` the size of each split: "train", "test" and perhaps "val".
     """
+    import xarray as xr  # a third of a second, for who only imports what trains
+
     epochs = [int(row["epoch"]) for row in rows]
     data = xr.Dataset(coords={"epoch": ("epoch", epochs, {"long_name": "epochs of training done"})})
     for name in _names(rows):
@@ -72,7 +79,7 @@ def _names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [*(name for name in _SCALARS if name in there), *sorted(there - {*_SCALARS})]
 
 
-def _scalar(name: str, rows: Sequence[Mapping[str, Any]], examples: Mapping[str, int]) -> xr.Variable:
+def _scalar(name: str, rows: Sequence[Mapping[str, Any]], examples: Mapping[str, int]) -> _Labelled:
     of_rule = _Variable(name.replace("_", " "), "1", "mean over the epoch's examples", "the rule did not measure it")
     known = _SCALARS.get(name, of_rule)
     values = np.array([row.get(name, NAN) for row in rows], dtype=np.float64)
@@ -82,12 +89,12 @@ def _scalar(name: str, rows: Sequence[Mapping[str, Any]], examples: Mapping[str,
         attributes["n"] = examples[split]
     if np.isnan(values).any():
         attributes["why_nan"] = known.why_nan
-    return xr.Variable("epoch", values, attributes)
+    return "epoch", values, attributes
 
 
-def _layered(name: str, rows: Sequence[Mapping[str, Any]], layers: int, probe: int) -> xr.Variable:
+def _layered(name: str, rows: Sequence[Mapping[str, Any]], layers: int, probe: int) -> _Labelled:
     values = np.array([row.get(name, [NAN] * layers) for row in rows], dtype=np.float64)
     attributes = {"long_name": _LAYERED[name], "units": "1", "n": probe, "reduction": _OVER_EXAMPLES}
     if np.isnan(values).any():
         attributes["why_nan"] = _NOT_EVALUATED
-    return xr.Variable(("epoch", "layer"), values, attributes)
+    return ("epoch", "layer"), values, attributes

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import xarray as xr
 from torch import Tensor, nn
 
 from creditscope import config, recipes
@@ -30,6 +29,9 @@ from creditscope.runs.checkpoint import digest
 from creditscope.steps import Place, Schedule, Stepper, Tally, Watch, all_finite, make_optimiser, tensor_rates
 from creditscope.tape import LossFn, cross_entropy, per_example
 from creditscope.topology import StateFn, call, pick_state, undisturbed
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 EVALUATION_BATCH = 1000
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
