@@ -37,9 +37,10 @@ def whole_step(
                 means = [f.sum() / (f.shape[0] * (1 if reduction == "sum" else f[0].numel())) for f in terms]
                 value = penalty * torch.stack(means).sum()
                 metrics = {"penalty": value.detach()}
-    total = losses.mean() if value is None else losses.mean() + value
+        total = losses.mean() if value is None else losses.mean() + value
+        scaled = total * scale  # a product on the device: a float made into a tensor there would be waited for
     with plain_precision(output):
-        torch.autograd.backward(total, torch.as_tensor(scale, dtype=total.dtype, device=total.device))
+        scaled.backward()
     return Outcome(losses.detach().mean(), output.detach(), metrics)
 
 
