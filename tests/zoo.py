@@ -218,20 +218,20 @@ class PostNorm(Net):
 
 
 class ReluBetween(Net):
-    """h = relu(block(h)): the last state is the last block's output."""
+    """h = relu(block(h) + 1): the last state is the last block's output."""
 
     def forward(self, x):
         h = self.embed(x)
         for block in self.blocks:
-            h = F.relu(block(h))
+            h = F.relu(block(h) + 1)
         return self.head(h)
 
     def segment(self, l, h, x):
         f = self.blocks[l](h)
-        return F.relu(f) if l < self.depth - 1 else f, f
+        return F.relu(f + 1) if l < self.depth - 1 else f, f
 
     def rest(self, h, x):
-        return self.head(F.relu(h))
+        return self.head(F.relu(h + 1))
 
 
 class ReluAfterSkip(Outside):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +25,7 @@ from creditscope.topology import (
     Point,
     StateFn,
     Topology,
+    branch_of,
     call,
     copied_input,
     describe,
@@ -79,12 +80,14 @@ class Recorder:
         terminal: tuple[str, nn.Module] | None,
         state: StateFn | None,
         copied: frozenset[int] = frozenset(),
+        rewritten: frozenset[int] = frozenset(),
         mode: Mode = "local",
         leaf: bool = False,
         forwards: dict[str, Callable] | None = None,
         keep_calls: bool = False,
     ):
         self.blocks, self.terminal, self.state, self.mode = blocks, terminal, state, mode
+        self.rewritten = rewritten
         self.copied, self.leaf, self.forwards, self.keep_calls = copied, leaf, forwards or {}, keep_calls
         self.depth = len(blocks)
         self.incoming: list[Point] = []
@@ -148,7 +151,7 @@ class Recorder:
                 return replace_tensor(value, out, self._again(self.depth, name, out), where) if ends else None
             self.outputs.append(Point.at(out))
             if branch_of(module) is module:
-                self.branches[l] = self.outputs[l]
+                self._take_branch(l, self.outputs[l])
             if self.keep_calls:
                 self.returned.append(map_inputs(value, lambda t: t.detach().clone()))
             if not ends:
@@ -162,9 +165,13 @@ class Recorder:
 
         def hook(module: nn.Module, args: tuple, value: Any) -> None:
             if self.branches[l] is None:
-                self.branches[l] = Point.at(pick_state(value, None, "the branch"))
+                self._take_branch(l, Point.at(pick_state(value, None, "the branch")))
 
         return hook
+
+    def _take_branch(self, l: int, point: Point) -> None:
+        """Record the branch f_l, and its value apart from it where it will be written into."""
+        self.branches[l] = replace(point, tensor=point.tensor.clone()) if l in self.rewritten else point
 
     def _again(self, l: int, name: str, h: Tensor) -> Tensor:
         """A module called again: by activation checkpointing during the backward pass, or wrongly."""
@@ -246,12 +253,6 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
         return None, None
-
-
-def branch_of(block: nn.Module) -> nn.Module:
-    """Return the module whose output is the branch f_l: the block's submodule ``branch``, or the block itself."""
-    branch = getattr(block, "branch", None)
-    return branch if isinstance(branch, nn.Module) else block
 
 
 RandomState = tuple[Tensor, Tensor | None]
@@ -351,6 +352,7 @@ class Cut:
             terminal=(name, self.network.get_submodule(name)) if name else None,
             state=self.state,
             copied=self.topology.mutated,
+            rewritten=self.topology.rewritten,
             mode=mode,
             leaf=leaf,
             forwards=self.bypasses() if self.bypass else self.forwards,

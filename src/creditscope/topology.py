@@ -43,6 +43,8 @@ class Topology:
     """The module that h_L enters; None where h_L is the last block's own output."""
     mutated: frozenset[int]
     """States that are written into after they were reached, by the block that they enter or behind its back."""
+    rewritten: frozenset[int]
+    """Blocks whose branch is written into after it was made: its value has to be kept."""
     shared: frozenset[int]
     """States that others read than the module that they enter: a skip, a second head."""
     early: frozenset[int]
@@ -276,6 +278,8 @@ class _Plain:
     output: Point
     written: frozenset[int]
     """Blocks whose state was written into after it had entered them."""
+    rewritten: frozenset[int]
+    """Blocks whose branch was."""
     written_last: bool
     """Whether the last block's output was written into afterwards."""
     written_terminal: bool
@@ -293,6 +297,7 @@ class _Plainly:
         self.head = (head, network.get_submodule(head)) if head is not None else None
         self.order: list[str] = []
         self.entered: list[tuple[Tensor, int]] = []
+        self.branches: dict[int, tuple[Tensor, int]] = {}
         self.last: tuple[Tensor, int] | None = None
         self.terminal: tuple[str, Tensor, int] | None = None
         self.calls: list[_Call] = []
@@ -309,6 +314,7 @@ class _Plainly:
         return _Plain(
             Point.at(output),
             written,
+            frozenset(l for l, seen in self.branches.items() if _is_written(seen)),
             last is not None and _is_written(last),
             terminal is not None and _is_written(terminal[1:]),
             terminal[0] if terminal else None,
@@ -322,6 +328,7 @@ class _Plainly:
         for name, module in self.blocks.items():
             stack.callback(module.register_forward_pre_hook(self._entering(name), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(self._leaving(name), with_kwargs=True).remove)
+            stack.callback(branch_of(module).register_forward_hook(self._branching(name)).remove)
         for name, module in self.network.named_modules():
             if module not in inside and module not in around:
                 stack.callback(module.register_forward_pre_hook(self._behind(name), with_kwargs=True).remove)
@@ -342,6 +349,15 @@ class _Plainly:
             out = pick_state(output, self.state, f"what block '{name}' returns")
             if len(self.order) == len(self.blocks):
                 self.last = (out, out._version)
+
+        return leave
+
+    def _branching(self, name: str) -> Callable[..., None]:
+        own = branch_of(self.blocks[name]) is self.blocks[name]
+
+        def leave(module: nn.Module, args: tuple, output: Any) -> None:
+            out = pick_state(output, self.state if own else None, f"the branch of block '{name}'")
+            self.branches.setdefault(len(self.order) - 1, (out, out._version))
 
         return leave
 
@@ -374,6 +390,12 @@ class _Plainly:
             raise UsageError(f"block '{missing[0]}' was not called by the network's forward")
         if self.order != names:
             raise UsageError(f"blocks are called in the order {', '.join(self.order)}; give them in that order")
+
+
+def branch_of(block: nn.Module) -> nn.Module:
+    """Return the module whose output is the branch f_l: the block's submodule ``branch``, or the block itself."""
+    branch = getattr(block, "branch", None)
+    return branch if isinstance(branch, nn.Module) else block
 
 
 def _is_written(seen: tuple[Tensor, int]) -> bool:
@@ -446,9 +468,10 @@ def describe(
         joins=tuple(joins),
         terminal=terminal_name,
         mutated=plain.written | ({len(names)} if written else set()),
+        rewritten=plain.rewritten,
         shared=shared,
         early=early,
-        hidden=tuple(name for l, name in enumerate(names) if _hides_branch(record, l, joins[l])),
+        hidden=tuple(name for l, name in enumerate(names) if _hides_branch(record, l, name, joins[l])),
         reentrant=any(point.edge is None for point in record.outputs),
         exact_sum=not plain.written and all(_is_exact(record, l, incoming[l + 1]) for l in range(len(names))),
         rest=_rest_chain(plain, record, final, terminal_name),
@@ -557,7 +580,7 @@ def _check_batch(states: list[Tensor], output: Tensor, names: list[str]) -> None
             )
 
 
-def _hides_branch(record: Recorder, l: int, join: Join) -> bool:
+def _hides_branch(record: Recorder, l: int, name: str, join: Join) -> bool:
     """Tell whether a block adds its input to what it makes of it and returns the sum, its branch nowhere to be seen.
 
     Where there is no other skip, an addition anywhere in the block counts of which one side is the input by a path
@@ -565,7 +588,7 @@ def _hides_branch(record: Recorder, l: int, join: Join) -> bool:
     such sums belong to the branch, but for h + f(h) itself.
     """
     start, end = record.fed.get(l), record.outputs[l].edge
-    if record.branches[l] is not record.outputs[l] or start is None or start.edge is None or end is None:
+    if branch_of(record.blocks[name]) is not record.blocks[name] or start is None or start.edge is None or end is None:
         return False
     leaf = start.edge.node
     nodes = _nodes(end.node, {leaf})

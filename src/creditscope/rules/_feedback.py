@@ -60,8 +60,7 @@ def given_list(feedback: Any, shapes: list[tuple[int, ...]], factory: dict[str, 
     if len(feedback) != len(shapes):
         raise UsageError(f"feedback= of {what} must hold {len(shapes)} matrices; it holds {len(feedback)}")
     for l, (matrix, shape) in enumerate(zip(feedback, shapes, strict=True)):
-        if tuple(matrix.shape) != shape:
-            raise UsageError(f"feedback[{l}] of {what} must have shape {shape}; it has {tuple(matrix.shape)}")
+        _check_matrix(matrix, shape, f"feedback[{l}] of {what}")
     return Matrices({str(l): matrix.detach().clone().to(**factory) for l, matrix in enumerate(feedback)})
 
 
@@ -75,6 +74,14 @@ def given_dict(feedback: Any, shapes: dict[str, tuple[int, ...]], factory: dict[
     for name, shape in shapes.items():
         if name not in feedback:
             raise UsageError(f"feedback= of {what} lacks a matrix for '{name}'")
-        if tuple(feedback[name].shape) != shape:
-            raise UsageError(f"feedback['{name}'] must have the weight's shape {shape}; it has {tuple(feedback[name].shape)}")
+        _check_matrix(feedback[name], shape, f"feedback['{name}'] of {what}")
     return Matrices({name: feedback[name].detach().clone().to(**factory) for name in shapes})
+
+
+def _check_matrix(matrix: Any, shape: tuple[int, ...], what: str) -> None:
+    if not isinstance(matrix, Tensor):
+        raise UsageError(f"{what} must be a tensor, not {type(matrix).__name__}")
+    if not matrix.is_floating_point():
+        raise UsageError(f"{what} must be floating point, not {matrix.dtype}")
+    if tuple(matrix.shape) != shape:
+        raise UsageError(f"{what} must have shape {shape}; it has {tuple(matrix.shape)}")

@@ -6,7 +6,8 @@ its place: forward as before, ∂/∂weight as before, ∂/∂input through a gi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from creditscope.errors import UsageError
 from creditscope.tape import Cut
-from creditscope.topology import Inputs, gradients_of, map_inputs, undisturbed
+from creditscope.topology import Inputs, copied_input, gradients_of, map_inputs, tensors_of, undisturbed
 
 
 class _Linear(torch.autograd.Function):
@@ -31,7 +32,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *deltas: Tensor) -> tuple[Tensor | None, ...]:
+        (delta,) = deltas
         x, feedback = ctx.saved_tensors
         flat = delta.reshape(-1, delta.shape[-1])
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
@@ -52,7 +54,8 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *deltas: Tensor) -> tuple[Tensor | None, ...]:
+        (delta,) = deltas
         x, weight, feedback = (t.to(delta.dtype) for t in ctx.saved_tensors)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
@@ -67,12 +70,18 @@ class _Convolution(torch.autograd.Function):
         return dx, dw, db, None, *[None] * len(ctx.how)
 
 
-def _linear(feedback: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _Linear.apply(x, weight, bias, feedback)  # pyright: ignore[reportReturnType]
+def _linear(
+    feedback: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    return _Linear.apply(input, weight, bias, feedback)  # pyright: ignore[reportReturnType]
 
 
-def _times(feedback: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def _times(feedback: Tensor, *operands: Tensor, **named: Tensor) -> Tensor:
     """y = x W: the same map with the weight the other way round."""
+    x, weight = (*operands, *named.values())
     return _Linear.apply(x, weight.mT, None, feedback.mT)  # pyright: ignore[reportReturnType]
 
 
@@ -83,7 +92,7 @@ def _each(value: Any, axes: int) -> list[int]:
 def _convolution(axes: int) -> Callable[..., Tensor]:
     def convolve(
         feedback: Tensor,
-        input: Tensor,  # noqa: A002 - the name that callers use
+        input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
         stride: Any = 1,
@@ -97,7 +106,7 @@ def _convolution(axes: int) -> Callable[..., Tensor]:
         elif padding == "same":
             reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
             sides = [side for r in reversed(reach) for side in (r // 2, r - r // 2)]
-            input, padding = F.pad(input, sides), 0  # noqa: A001
+            input, padding = F.pad(input, sides), 0
         how = (_each(stride, axes), _each(padding, axes), dilation, False, [0] * axes, groups)
         return _Convolution.apply(input, weight, bias, feedback, *how)  # pyright: ignore[reportReturnType]
 
@@ -107,7 +116,7 @@ def _convolution(axes: int) -> Callable[..., Tensor]:
 def _transposed(axes: int) -> Callable[..., Tensor]:
     def convolve(
         feedback: Tensor,
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
         stride: Any = 1,
@@ -138,87 +147,103 @@ _MAPS: dict[Any, Callable[..., Tensor]] = {
     Tensor.mm: _times,
     Tensor.__matmul__: _times,
 }
-_CONTRACTIONS = {torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__, torch.einsum}
+_PRODUCTS = {func for func, replace in _MAPS.items() if replace is _times}
 
-# What a weight may enter without being a map: look-ups, sums, products by element, changes of shape.
+# What a weight may meet an activation in without being a map of it: look-ups, changes of shape, and whatever works unit
+# by unit, whose backward pass carries no other unit's δ.
 _HARMLESS = {
-    "embedding", "embedding_bag", "add", "__add__", "__radd__", "__iadd__", "add_", "sub", "__sub__", "__rsub__", "mul",
-    "__mul__", "__rmul__", "expand", "expand_as", "repeat", "cat", "concat", "stack", "view", "view_as", "reshape",
-    "unsqueeze", "squeeze", "flatten", "__getitem__", "narrow", "index_select", "select", "chunk", "split", "unbind", "to",
-    "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone", "detach", "dropout", "permute",
-    "transpose", "t", "size", "dim", "__len__", "numel", "repeat_interleave", "layer_norm", "rms_norm", "batch_norm",
-    "group_norm", "broadcast_to", "movedim", "swapaxes", "unflatten", "interpolate", "roll", "slice",
+    "embedding", "embedding_bag", "add", "__add__", "__radd__", "__iadd__", "add_", "sub", "__sub__", "__rsub__",
+    "sub_", "__isub__", "mul", "__mul__", "__rmul__", "__imul__", "mul_", "div", "__truediv__", "__rtruediv__", "div_",
+    "addcmul", "lerp", "where", "masked_fill", "masked_fill_", "maximum", "minimum", "pow", "__pow__", "prelu", "cat",
+    "concat", "stack", "expand_as", "view_as", "type_as", "copy_", "__setitem__", "__getitem__", "index_select", "gather",
+    "scatter", "layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm",
+}  # fmt: skip
+
+# Where a vector of parameters (a query, say) is a map to one number; elsewhere vectors are biases, scales and gates.
+_CONTRACTIONS = {
+    "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner", "einsum", "tensordot", "addmm",
+    "addmv", "addbmm", "baddbmm", "linear", "bilinear",
 }  # fmt: skip
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors([*value.values()])
+def _weight_of(func: Any, args: tuple, kwargs: dict) -> Tensor | None:
+    """Return what stands in the place of the weight in a call of a map."""
+    names = ("other", "mat2") if func in _PRODUCTS else ("weight",)
+    weight = args[1] if len(args) > 1 else next((kwargs[name] for name in names if name in kwargs), None)
+    return weight if func in _MAPS and isinstance(weight, Tensor) else None
 
 
 class BackwardThrough(TorchFunctionMode):
     """While active, maps with these weights send δ back through the given matrices."""
 
-    def __init__(self, matrices: dict[Tensor, Tensor]):
+    def __init__(self, matrices: Mapping[Any, Tensor]):
         super().__init__()
         self.matrices = matrices
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        replace = _MAPS.get(func)
-        if replace is not None:
-            weight = kwargs["weight"] if "weight" in kwargs else args[1] if len(args) > 1 else None
-            feedback = self.matrices.get(weight) if isinstance(weight, Tensor) else None
-            if feedback is not None:
-                return replace(feedback, *args, **kwargs)
-        return func(*args, **kwargs)
+        weight = _weight_of(func, args, kwargs)
+        feedback = self.matrices.get(weight) if weight is not None else None
+        return func(*args, **kwargs) if feedback is None else _MAPS[func](feedback, *args, **kwargs)
 
 
 class _Watch(TorchFunctionMode):
-    """Notes what each weight enters."""
+    """Notes the weights that are maps, and those that meet an activation in any other way that would carry δ.
 
-    def __init__(self, names: dict[Tensor, str], inputs: list[Tensor]):
+    Every tensor of the forward pass is one of three: made of parameters (or a parameter itself), made of buffers and
+    constants alone, or else an activation: made of the inputs, by a map, or out of sight.
+    """
+
+    def __init__(self, parameters: dict[Tensor, str], buffers: Iterable[Tensor]):
         super().__init__()
-        self.names, self.inputs = names, {t.grad_fn for t in inputs}
+        self.parameters = parameters
+        self.made_of: dict[Tensor, str] = {**parameters}
+        self.constants: dict[Tensor, None] = dict.fromkeys(buffers)
         self.maps: dict[str, None] = {}
-        self.uses: dict[str, set[str]] = {name: set() for name in names.values()}
-        self.derived: list[str] = []
+        self.seen: set[str] = set()
+        self.unrecorded: set[str] = set()
+        self.opaque: dict[str, str] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        label = getattr(func, "__name__", "") or str(resolve_name(func))
-        weight = kwargs["weight"] if "weight" in kwargs else args[1] if len(args) > 1 else None
-        is_map = func in _MAPS and isinstance(weight, Tensor)
-        for tensor in _tensors([args, kwargs]):
-            name = self.names.get(tensor)
-            if name is None:
-                continue
-            if is_map and tensor is weight and (func not in _CONTRACTIONS or weight.ndim == 2):
-                self.maps[name] = None
+        given = [*tensors_of((args, kwargs))]
+        parts = [t for t in given if t in self.made_of]
+        live = any(t not in self.made_of and t not in self.constants for t in given)
+        self.seen.update(self.made_of[t] for t in parts)
+        weight = _weight_of(func, args, kwargs)
+        is_map = weight is not None and weight in self.parameters and (func not in _PRODUCTS or weight.ndim == 2)
+        if weight is not None and is_map:
+            self._note_map(self.parameters[weight])
+        else:
+            self._note_meeting(func, weight, parts, live)
+        before = [(t, t._version) for t in given if t not in self.parameters] if live else []
+        result = func(*args, **kwargs)
+        for t in (t for t, version in before if t._version != version):  # written into: an activation from now on
+            self.constants.pop(t, None)
+            self.made_of.pop(t, None)
+        for t in () if live or is_map else tensors_of(result):
+            if parts:
+                self.made_of.setdefault(t, self.made_of[parts[0]])
             else:
-                self.uses[name].add(label)
-        if is_map and weight not in self.names and weight.requires_grad and func not in _CONTRACTIONS:
-            self.derived.append(label)
-        elif func in _CONTRACTIONS:
-            operands = [t for t in _tensors(args) if t.requires_grad and t not in self.names]
-            self.derived += [label for t in operands if self.inputs and not self._comes_from_input(t)]
-        return func(*args, **kwargs)
+                self.constants[t] = None
+        return result
 
-    def _comes_from_input(self, tensor: Tensor) -> bool:
-        seen, todo = set(), [tensor.grad_fn]
-        while todo:
-            node = todo.pop()
-            if node in self.inputs:
-                return True
-            if node is not None and node not in seen:
-                seen.add(node)
-                todo += [following for following, _ in node.next_functions]
-        return False
+    def _note_map(self, name: str) -> None:
+        self.maps[name] = None
+        if not torch.is_grad_enabled():
+            self.unrecorded.add(name)
+
+    def _note_meeting(self, func: Any, weight: Tensor | None, parts: list[Tensor], live: bool) -> None:
+        label = getattr(func, "__name__", "") or str(resolve_name(func))
+        if weight is not None and func not in _PRODUCTS:  # its bias is no map, and its input may be a parameter
+            parts = [t for t in parts if t is weight]
+            if weight.requires_grad and not parts:
+                self.opaque["a weight"] = f"is computed from activations before it enters {label}"
+        for t in parts if live else ():
+            if label in _CONTRACTIONS if t.ndim < 2 else label not in _HARMLESS:
+                own = t in self.parameters
+                why = f"is used inside {label}" if own else f"is computed with before it enters {label}"
+                self.opaque.setdefault(self.made_of[t], why)
 
 
 def find_maps(cut: Cut, x: Inputs) -> tuple[list[str], dict[str, str]]:
@@ -229,59 +254,51 @@ def find_maps(cut: Cut, x: Inputs) -> tuple[list[str], dict[str, str]]:
     """
     network = cut.network
     parameters = dict(network.named_parameters())
-    weights = {p: name for name, p in parameters.items() if p.ndim >= 2}
-    own = map_inputs(x, lambda t: t.detach().clone().requires_grad_().clone() if t.is_floating_point() else t)
-    inputs: list[Tensor] = []
-    map_inputs(own, lambda t: inputs.append(t) or t if t.requires_grad else t)
-    watch = _Watch(weights, inputs)
+    own = map_inputs(x, copied_input)
     rerun: list[str] = []
     with undisturbed(network), gradients_of([*parameters.values()], True), torch.enable_grad():
-        with watch:
+        with _Watch({p: name for name, p in parameters.items()}, network.buffers()) as watch:
             output = cut.forward(own)
-        handles = [
-            module.register_forward_pre_hook(lambda m, a, name=name: rerun.append(name))
-            for name, module in network.named_modules()
-            if any(True for _ in module.parameters(recurse=False))
-        ]
-        try:
-            targets = [t for t in _tensors(output) if t.requires_grad]
-            sources = [*parameters.values(), *inputs]
-            _probe_backward(targets, sources)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as stack:
+            for name, module in network.named_modules():
+                if any(True for _ in module.parameters(recurse=False)):
+                    note = lambda m, a, name=name: rerun.append(name)  # noqa: E731
+                    stack.callback(module.register_forward_pre_hook(note).remove)
+            targets = [t.sum() for t in tensors_of(output) if t.requires_grad]
+            if _is_reentrant(targets):  # allows no gradient that is not accumulated
+                rerun += [name.rpartition(".")[0] for name in watch.unrecorded]
+            elif targets:  # a pass whose gradients are thrown away: modules that are computed again show themselves
+                torch.autograd.grad(targets, [p for p in parameters.values() if p.requires_grad], allow_unused=True)
     return [name for name in parameters if name in watch.maps], _opaque(watch, parameters, rerun)
 
 
-def _probe_backward(targets: list[Tensor], parameters: Iterable[Tensor]) -> None:
-    """Run a backward pass whose gradients are thrown away: recomputing modules show themselves."""
-    before = [(p, p.grad) for p in parameters if p.is_leaf]
-    for p, _ in before:
-        p.grad = None
-    try:
-        torch.autograd.backward([t.sum() for t in targets])
-    finally:
-        for p, grad in before:
-            p.grad = grad
+def _is_reentrant(targets: list[Tensor]) -> bool:
+    """Tell whether a graph holds a reentrant checkpoint."""
+    seen: set[Any] = set()
+    todo: list[Any] = [t.grad_fn for t in targets]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+    return False
 
 
 def _opaque(watch: _Watch, parameters: dict[str, nn.Parameter], rerun: list[str]) -> dict[str, str]:
     opaque: dict[str, str] = {}
     for name, parameter in parameters.items():
-        if parameter.ndim < 2:
-            continue
-        uses = {use for use in watch.uses[name] if use not in _HARMLESS and not use.startswith("__get__")}
         owner = name.rpartition(".")[0]
-        if any(owner == module or owner.startswith(f"{module}.") for module in rerun):
+        again = any(owner == module or owner.startswith(f"{module}.") for module in rerun)
+        if parameter.ndim >= 2 and again:
             opaque[name] = "runs under activation checkpointing"
-        elif uses:
-            opaque[name] = f"is used inside {min(uses)}"
-        elif name not in watch.maps and not watch.uses[name]:
+        elif name in watch.opaque:
+            opaque[name] = watch.opaque[name]
+        elif parameter.ndim >= 2 and name not in watch.seen:
             opaque[name] = "is not seen in the forward pass"
-    if watch.derived and not opaque:
-        seen = {name for name, uses in watch.uses.items() if uses and name not in watch.maps}
-        opaque[min(seen) if seen else "a weight"] = f"is computed from parameters before it enters {watch.derived[0]}"
-    return opaque
+    return opaque or {name: why for name, why in watch.opaque.items() if name not in parameters}
 
 
 def refuse_opaque(opaque: dict[str, str]) -> None:
@@ -293,5 +310,3 @@ def refuse_opaque(opaque: dict[str, str]) -> None:
             f"weight-level FA cannot reach '{name}'{more}: it {why}; write it with nn.Linear or nn.Conv, or use "
             "FA(level='block') or DFA"
         )
-
-

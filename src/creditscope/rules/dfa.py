@@ -30,7 +30,7 @@ def dfa_credits(
     credits = []
     for h, matrix in zip(states, matrices, strict=True):
         lead = matrix.ndim - 2
-        a = errors.flatten(lead + 1).to(matrix.dtype) @ matrix.mT
+        a = errors.reshape(*errors.shape[: lead + 1], -1).to(matrix.dtype) @ matrix.mT
         if tokens == "dense" or h.ndim == lead + 2:
             credits.append(a.reshape(h.shape))
         elif tokens == "cls":
@@ -91,4 +91,11 @@ class DFA(LocalRule):
     def credit(self, site: Site, pathway: nn.Module, tape: Tape) -> Sequence[Tensor]:
         """a_l = B_l e."""
         assert isinstance(pathway, Matrices)
+        for l, (h, matrix) in enumerate(zip(tape.states, pathway, strict=True)):
+            rows = self._rows(site, l, h.shape[1:])
+            require(
+                rows == matrix.shape[0],
+                f"state {l} has shape {tuple(h.shape[1:])} now, {rows} units, and its feedback matrix {matrix.shape[0]} "
+                "rows: inputs of several sizes need tokens='shared' or 'cls'",
+            )
         return dfa_credits(tape.states, tape.output, tape.errors, pathway, self.tokens)
