@@ -13,6 +13,8 @@ _PUBLIC = {
     "audit": "creditscope.auditing.run:audit",
     "load_audit": "creditscope.auditing.result:load_audit",
     "calibrate": "creditscope.auditing.thresholds:calibrate",
+    "Monitor": "creditscope.auditing.monitor:Monitor",
+    "load_monitor": "creditscope.auditing.monitor:load_monitor",
     "Convention": "creditscope.auditing.subject:Convention",
     "protocols": "creditscope.auditing.protocols",
     "recipes": "creditscope.recipes",
@@ -27,6 +29,7 @@ __all__ = ["__version__", *_PUBLIC]
 if TYPE_CHECKING:
     from creditscope import data, nets, recipes, rules, testing
     from creditscope.auditing import protocols
+    from creditscope.auditing.monitor import Monitor, load_monitor
     from creditscope.auditing.result import load_audit
     from creditscope.auditing.run import audit
     from creditscope.auditing.subject import Convention

@@ -7,9 +7,10 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,13 +18,26 @@ import torch
 from torch import Tensor, nn
 
 from creditscope import config, recipes
+from creditscope.auditing.monitor import Monitor, ReferenceLostError
+from creditscope.auditing.result import Audit
+from creditscope.auditing.trained import (
+    Scope,
+    Scores,
+    Trained,
+    about_training,
+    audit_trained,
+    network_part,
+    stored_audit,
+)
 from creditscope.data import Dataset, Loader
 from creditscope.errors import UsageError
 from creditscope.evaluation import evaluate, evaluating, norms
 from creditscope.history import as_dataset
+from creditscope.options import require_known
 from creditscope.recipes import Recipe
 from creditscope.rng import derive, stream
 from creditscope.rules._base import Feedback, Learner, Rule
+from creditscope.rules.baselines import baselines_of
 from creditscope.runs import RunDirectory, Status, environment, flatten, unflatten
 from creditscope.runs.checkpoint import digest
 from creditscope.steps import Place, Schedule, Stepper, Tally, Watch, all_finite, make_optimiser, tensor_rates
@@ -34,6 +48,8 @@ if TYPE_CHECKING:
     import xarray as xr
 
 EVALUATION_BATCH = 1000
+MONITORED = 256
+"""Test examples that a monitor looks at: enough for a mean cosine to some .01, at a quarter of a probe's cost."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 
 Outcome = Literal["finished", "diverged"]
@@ -70,6 +86,23 @@ class Result:
     """Whether the run had ended before and was only read."""
     eager: str | None = None
     """Why the steps were not replayed from a CUDA graph; None where they were."""
+    baselines: dict[str, list[float]] = field(default_factory=dict)
+    """Final test accuracies of the matched baselines, where asked for: "frozen-bp", "frozen-rule", "shallow"."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """The baselines that could not be trained, or have no accuracy, and why."""
+    monitor: Monitor | None = None
+    """What monitored the training, where that was asked for."""
+    _plan: _Plan | None = field(default=None, repr=False)
+    _initial: dict[str, Tensor] | None = field(default=None, repr=False)
+
+    @cached_property
+    def audit(self) -> Audit:
+        """The audit of the trained learner on the first 1024 test examples, with drift, accuracy and baselines.
+
+        Made when it is first asked for. A run with a folder keeps it there, as ``audit.nc``, and reads it again.
+        """
+        assert self._plan is not None
+        return _audited(self, self._plan)
 
     @property
     def network(self) -> nn.Module:
@@ -100,6 +133,9 @@ def fit(
     probe: int = 1024,
     callbacks: Sequence[Callback] = (),
     progress: Progress | None = None,
+    baselines: bool = False,
+    audit: bool = False,
+    monitor: bool | Mapping[str, Any] = False,
     **changes: Any,
 ) -> Result:
     """Train a network by a rule.
@@ -133,6 +169,11 @@ def fit(
         probe: number of test examples on which the norms of states and exact credits are taken.
         callbacks: called with an :class:`EpochEnd` after each epoch.
         progress: called with (epoch, step, steps) after each step.
+        baselines: train the matched baselines too, of the same seed and recipe, each in ``out/baselines/NAME`` where
+            there is a folder; one that cannot be trained on this network is left out with its reason.
+        audit: audit the trained learner now; else that is done when ``result.audit`` is asked for.
+        monitor: run the quick audit along the training, into ``out/monitor.jsonl`` where there is a folder; True, or
+            options of ``cs.Monitor``, e.g. ``{"every": 1, "unit": "epoch"}``. It changes no bit of the run.
         **changes: options of the recipe, e.g. ``lr=3e-4``.
     """
     plan = _Plan(
@@ -150,12 +191,19 @@ def fit(
         keep=list(dict.fromkeys(keep)),
         probe=probe,
     )
+    begun_from = copy.deepcopy(network) if baselines and isinstance(network, nn.Module) else network
     with _global_settings(plan.device, plan.threads, derive(seed, "noise")):
         made = _make(network, plan)
         started_as = _described(network, made) if out is not None else {}
         training = _Training(made, plan)  # refuses what cannot be trained before anything is written
         with _claimed(out, started_as, plan) as run:
-            return training.run(run, callbacks, progress)
+            result = training.run(run, callbacks, progress, _monitor_options(monitor))
+    if baselines:
+        accuracies, refused = _train_baselines(begun_from, plan, out)
+        result = replace(result, baselines=accuracies, refused=refused)
+    if audit:
+        _ = result.audit
+    return result
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------
@@ -281,6 +329,16 @@ def _name(thing: Any) -> str:
     return f"{getattr(thing, '__module__', '?')}.{getattr(thing, '__qualname__', type(thing).__name__)}"
 
 
+def _monitor_options(given: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+    if isinstance(given, bool):
+        return {} if given else None
+    if not isinstance(given, Mapping):
+        raise UsageError(f"monitor must be True, or a dict of options of Monitor, not {given!r}")
+    options_of_monitor = ("every", "unit", "stop_on_lost_reference", "thresholds")
+    require_known("monitor", given, dict.fromkeys(options_of_monitor))
+    return {**given}
+
+
 # --- where it happens -------------------------------------------------------------------------------------------------
 
 
@@ -397,6 +455,8 @@ class _Training:
         self._no_graph = _graph_obstacle(self.learner, plan)
         self.stepper = Stepper(self.learner, self.optimiser, recipe, self.tally, graph=self._no_graph is None)
         self.loss_is_finite = Watch(self.tally.finite)
+        self.monitor: Monitor | None = None
+        self.initial = {name: t.cpu().clone() for name, t in network_part(self.learner.state_dict()).items()}
         self.rows: list[dict[str, Any]] = []
         self.epoch = self.batch = 0
         """Whole epochs done, and batches of the next one."""
@@ -415,9 +475,17 @@ class _Training:
         """Why the steps are not replayed from a CUDA graph; None where they are."""
         return self._no_graph or self.stepper.obstacle
 
-    def run(self, directory: RunDirectory | None, callbacks: Sequence[Callback], progress: Progress | None) -> Result:
+    def run(
+        self,
+        directory: RunDirectory | None,
+        callbacks: Sequence[Callback],
+        progress: Progress | None,
+        monitor: dict[str, Any] | None,
+    ) -> Result:
         """Train from where the run stands to its end."""
         self.journal = _Journal(directory, self.plan.keep)
+        if monitor is not None:
+            self.monitor = self._made_monitor(monitor)
         ended = self._resumed()
         if ended is not None:
             return ended
@@ -430,7 +498,25 @@ class _Training:
                 result = self._diverged(error.where)
             if self.signals.requested:
                 raise KeyboardInterrupt  # came too late to interrupt this, but is not lost
+        if self.monitor is not None:
+            self.monitor.close()
         return result
+
+    def _made_monitor(self, options: dict[str, Any]) -> Monitor:
+        x, y = (part[:MONITORED] for part in self.probed)
+        out = None if self.journal.path is None else self.journal.path / "monitor.jsonl"
+        return Monitor(self.learner, x, y, out=out, **options)
+
+    def _monitored(self, unit: str, at: int, started: float) -> None:
+        """Let the monitor look; where it stops the training, the run is saved as interrupted."""
+        if self.monitor is None or self.monitor.unit != unit:
+            return
+        try:
+            self.monitor(at)
+        except ReferenceLostError:
+            self.seconds += time.perf_counter() - started
+            self.journal.interrupted(self)
+            raise
 
     def _train(self, callbacks: Sequence[Callback], progress: Progress | None) -> None:
         if not self.rows:
@@ -457,6 +543,7 @@ class _Training:
                 progress(number, self.batch, steps)
             if not self.loss_is_finite():
                 raise _DivergedError
+            self._monitored("step", (number - 1) * steps + self.batch, started)
             self._grant_interruption(started)
 
     def _grant_interruption(self, started: float) -> None:
@@ -479,6 +566,9 @@ class _Training:
         self.journal.epoch(self)
         for callback in callbacks:
             callback(EpochEnd(self.epoch, self.plan.epochs, row, self.learner))
+        self._monitored("epoch", self.epoch, time.perf_counter())
+        if self.epoch == 0:
+            self._monitored("step", 0, time.perf_counter())
 
     def _evaluation(self) -> dict[str, Any]:
         row: dict[str, Any] = {}
@@ -510,7 +600,18 @@ class _Training:
         return self._result("diverged", where)
 
     def _result(self, status: Outcome, detail: dict[str, Any], *, resumed: bool = False) -> Result:
-        return Result(self.history(), self.learner, status, detail, self.journal.path, resumed, self.eager)
+        return Result(
+            self.history(),
+            self.learner,
+            status,
+            detail,
+            self.journal.path,
+            resumed,
+            self.eager,
+            monitor=self.monitor,
+            _plan=self.plan,
+            _initial=self.initial,
+        )
 
     def _located(self) -> dict[str, Any]:
         """Repeat the steps since the last checkpoint and find the first tensor that is not finite."""
@@ -569,6 +670,66 @@ class _Training:
         if status.state == "diverged":
             return self._result("diverged", {"epoch": status.epoch, **status.detail}, resumed=True)
         return self._result("finished", {}, resumed=True)
+
+
+# --- after the training -----------------------------------------------------------------------------------------------
+
+
+def _train_baselines(
+    network: Any, plan: _Plan, out: str | Path | None
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Train the matched baselines; return the accuracies, and why one has none."""
+    accuracies, refused = {}, {}
+    for name, rule in baselines_of(plan.rule).items():
+        try:
+            result = _train_baseline(network, plan, rule, None if out is None else Path(out) / "baselines" / name)
+        except UsageError as error:
+            refused[name] = str(error)
+            continue
+        accuracy = float(result.history["test_acc"][-1])
+        if result.status == "finished" and math.isfinite(accuracy):
+            accuracies[name] = [accuracy]
+        else:
+            refused[name] = f"{result.status} without an accuracy" if result.status == "finished" else result.status
+    return accuracies, refused
+
+
+def _train_baseline(network: Any, plan: _Plan, rule: Rule, out: Path | None) -> Result:
+    attach: dict[str, Any] = plan.attach if rule.has_feedback else plan.attach | {"feedback": None}
+    return fit(
+        copy.deepcopy(network) if isinstance(network, nn.Module) else network,
+        rule,
+        plan.data,
+        epochs=plan.epochs,
+        seed=plan.seed,
+        out=out,
+        recipe=plan.recipe,
+        device=plan.device,
+        threads=plan.threads,
+        graph=plan.graph,
+        compile=plan.compile,
+        evaluate_every=plan.evaluate_every,
+        keep=("last",),
+        probe=plan.probe,
+        **attach,
+    )
+
+
+def _audited(result: Result, plan: _Plan) -> Audit:
+    """Audit what a training gave, or read its audit; threads are the run's, since bits hang on them."""
+    accuracy = float(result.history["test_acc"][-1])
+    scope, scores = Scope(), Scores([accuracy] if math.isfinite(accuracy) else [], result.baselines)
+    path = result.directory / "audit.nc" if result.directory else None
+    found = stored_audit(path, scope, scores) if path else None
+    if found is not None:
+        return found
+    about = about_training(plan.as_options(), plan.data, accuracy)
+    with _global_settings(plan.device, plan.threads, derive(plan.seed, "noise")):
+        found = audit_trained(Trained(result.learner, plan.data, result._initial, about), scope, scores)
+    if path is not None:
+        with RunDirectory.claim(path.parent, RunDirectory.open(path.parent).options):
+            found.save(path)
+    return found
 
 
 def _check_outputs(network: nn.Module, x: Tensor, y: Tensor, data: Dataset, loss: LossFn) -> None:

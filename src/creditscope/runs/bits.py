@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy
 
 from creditscope.runs import checkpoint
+from creditscope.runs import history as netcdf
 
 if TYPE_CHECKING:
     import xarray
@@ -18,15 +19,18 @@ _WALL_TIME = "seconds"  # the one variable that two equal runs do not share
 
 
 def fingerprint(run: RunDirectory) -> str:
-    """Return the SHA-256 of a run's bits: its checkpoints' tensors and its history's values, both without seconds."""
+    """Return the SHA-256 of a run's bits: its checkpoints' tensors, and the values of its history and of its audit.
+
+    Seconds are no part of them.
+    """
     sha = hashlib.sha256()
     for tag in run.checkpoints():
         loaded = run.load_checkpoint(tag)
         assert loaded is not None
         sha.update(f"{tag}\0{checkpoint.digest(loaded[0])}\0".encode())
-    history = run.history()
-    if history is not None:
-        sha.update(_values(history))
+    for dataset in (run.history(), netcdf.load(run.path / "audit.nc")):
+        if dataset is not None:
+            sha.update(_values(dataset))
     return sha.hexdigest()
 
 

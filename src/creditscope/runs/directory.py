@@ -5,6 +5,10 @@
 ``environment.json``      versions, machine, device, threads it was started on; written once
 ``status.json``           how far it has come
 ``history.nc``            the history by epoch
+``audit.nc``              the audit of the trained learner, with a format version and a question of its own: one that is
+                          older, or answers another question, is made again (``audit.md`` and ``audit.html`` show it)
+``monitor.jsonl``         the quick audits along the training, where there was a monitor
+``baselines/``            the matched baselines, where they were trained: a run each
 ``checkpoints/``          ``TAG.safetensors``: tensors and JSON in one file
 ``log.txt``               what happened when
 ``lock``                  only while a process works on the run: which one
