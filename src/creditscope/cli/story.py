@@ -28,7 +28,7 @@ METHODS = {
 }
 """The rule of each method, and what is set of it: each rule stands beside itself with no block learning."""
 SEEDS = (42, 123, 456)
-EPOCHS = 40
+EPOCHS = 30
 SETTINGS = ("net.width=128", "net.depth=4", "recipe.batch=64")
 
 LEAD = (
