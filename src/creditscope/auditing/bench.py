@@ -11,15 +11,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from creditscope.auditing.probe import RESOLVED, Probe
+from creditscope.auditing.probe import Probe, Regime
 from creditscope.auditing.subject import Subject
 from creditscope.errors import UsageError
 from creditscope.metrics.causal import directions, loss_changes, nudge_steps, probe
+from creditscope.metrics.reference import finite_difference_agreement
 from creditscope.replay import Replay
 from creditscope.tape import Cut, Exact
 from creditscope.topology import call, map_inputs
 
 ETAS = (0.001, 0.003, 0.01)
+PAIRS = 1024  # of example and direction, that tell a gradient from another signal
+COARSE = 100.0  # roundings of a state's entries that a nudge has to be, lest it be rounded away
 Probed = tuple[Tensor, Tensor] | None
 
 
@@ -36,6 +39,11 @@ class Settings:
     published_batch: int = 128
     chunk: int = 4096
     seed: int = 0
+
+
+def _spacing(h: Tensor) -> float:
+    """Return the rounding of a typical entry."""
+    return torch.finfo(h.dtype).eps * float(h.abs().nanmedian())
 
 
 class Bench:
@@ -108,55 +116,71 @@ class Bench:
     def finite(self) -> Tensor:
         """Which examples have finite states, outputs and reference: (B,)."""
         parts = [*self.exact.states, *self.reference, self.exact.output]
-        return torch.stack([torch.isfinite(t.flatten(1)).all(1) for t in parts]).all(0)
+        return torch.stack([torch.isfinite(t.reshape(len(t), -1)).all(1) for t in parts]).all(0)
 
-    @cached_property
-    def planted(self) -> list[Tensor]:
-        """Random credits of unit norm per example, whose ρ is known by theory."""
-        drawn = []
-        for l, g in enumerate(self.reference):
-            shape, generator = tuple(g.shape), self.generator("planted", l)
-            drawn.append(directions(shape, 1, generator, device=g.device)[0])
-        return drawn
+    def planted(self, l: int) -> Tensor:
+        """Return a random credit of unit norm per example, whose readings are known by theory."""
+        g = self.reference[l]
+        return directions(tuple(g.shape), 1, self.generator("planted", l), device=g.device)[0]
 
     @cached_property
     def correlated(self) -> list[list[Probed]]:
         """For each state and each credit, the predicted and true loss changes along the same random directions.
 
-        The credits are the random one of known ρ, then the claims' in their order (None: not given).
+        The credits are the random one of known ρ, the reference, then the claims' in their order (None: not given, or
+        no value can be put in place of this state).
         """
-        rows = []
-        for l, planted in enumerate(self.planted):
-            given = [planted, *(claim.credits[l] for claim in self.subject.claims)]
-            asked = [a for a in given if a is not None]
-            found = probe(
-                self.probe.change(l),
-                self.probe.state(l),
-                asked,
-                self.generator("directions", l),
-                count=self.settings.directions,
-                epsilon=self.probe.step_size(l),
-                chunk=self.settings.chunk,
-                base=torch.zeros_like(self.replay.losses),
-            )
-            predictions = iter(found.predicted[:, :, self.finite])
-            actual = found.actual[:, self.finite]
-            rows.append([None if a is None else (next(predictions), actual) for a in given])
-        return rows
+        return [self._correlated(l) for l in range(self.depth + 1)]
+
+    def _correlated(self, l: int) -> list[Probed]:
+        given = [self.planted(l), self.reference[l], *(claim.credits[l] for claim in self.subject.claims)]
+        if self.regimes[l].obstacle:
+            return [None] * len(given)
+        asked = [a for a in given if a is not None]
+        found = probe(
+            self.probe.change(l),
+            self.probe.state(l),
+            asked,
+            self.generator("directions", l),
+            count=self.settings.directions,
+            epsilon=self.regimes[l].step,
+            chunk=self.settings.chunk,
+            base=torch.zeros_like(self.replay.losses),
+        )
+        predictions = iter(found.predicted[:, :, self.finite])
+        actual = found.actual[:, self.finite]
+        return [None if a is None else (next(predictions), actual) for a in given]
 
     @cached_property
-    def resolution(self) -> list[float]:
-        """For each state, how many roundings a probing step changes the outputs by."""
-        found = []
-        for l in range(self.depth + 1):
-            h = self.probe.state(l)
-            v = directions(tuple(h.shape), 1, self.generator("resolution", l), dtype=h.dtype, device=h.device)[0]
-            found.append(self.probe.resolution(l, v * self.probe.step_size(l)))
-        return found
+    def regimes(self) -> list[Regime]:
+        """For each state, the probing step and whether the changes that it makes are resolved and linear."""
+        return [self._regime(l) for l in range(self.depth + 1)]
 
-    def is_resolved(self, l: int) -> bool:
-        """Tell whether loss changes at a state stand above rounding."""
-        return self.resolution[l] >= RESOLVED
+    def _regime(self, l: int) -> Regime:
+        h = self.probe.state(l)
+        v = directions(tuple(h.shape), 1, self.generator("resolution", l), dtype=h.dtype, device=h.device)[0]
+        return self.probe.regime(l, v)
+
+    def is_probed(self, l: int) -> bool:
+        """Tell whether loss changes at a state stand above rounding, or the published procedure does not ask."""
+        return not self.regimes[l].obstacle and (self.regimes[l].resolved or self.probe.published)
+
+    @property
+    def pairings(self) -> int:
+        """How many directions per example are enough to tell a gradient from another signal."""
+        return min(8, max(2, PAIRS // len(self.finite)))
+
+    @cached_property
+    def agreements(self) -> list[float]:
+        """For each state, ρ of the reference with central finite differences; NaN below resolution."""
+        return [self._agreement(l) for l in range(self.depth + 1)]
+
+    def _agreement(self, l: int) -> float:
+        if not self.is_probed(l) or self.probe.published:
+            return math.nan
+        change, h, g = self.probe.change(l), self.probe.state(l), self.reference[l]
+        generator = self.generator("agreement", l)
+        return float(finite_difference_agreement(change, h, g, generator, count=self.pairings).rho)
 
     @cached_property
     def reference_nudges(self) -> list[list[Tensor | None]]:
@@ -165,12 +189,13 @@ class Bench:
 
     def nudges(self, credits: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
         """Return ℓᵢ(h_l − η·a/RMS(a)) − ℓᵢ(h_l) by state and η; None where no credit is given."""
-        return [[self._nudge(l, a, eta) for eta in ETAS] for l, a in enumerate(credits)]
+        return [[self.nudge(l, a, eta) for eta in ETAS] for l, a in enumerate(credits)]
 
-    def _nudge(self, l: int, a: Tensor | None, eta: float) -> Tensor | None:
-        if a is None:
-            return None
+    def nudge(self, l: int, a: Tensor | None, eta: float) -> Tensor | None:
+        """Return the loss change per example after a step of η·a/RMS(a) down a credit, None where it cannot be had."""
         h, change = self.probe.state(l), self.probe.change(l)
+        if a is None or self.regimes[l].obstacle or (not self.probe.published and eta < COARSE * _spacing(h)):
+            return None
         steps = nudge_steps(a, eta).to(h.dtype)
         known = torch.isfinite(steps.flatten(1)).all(1)
         steps = steps.nan_to_num(0.0, 0.0, 0.0)[None]
@@ -199,7 +224,7 @@ class Bench:
         x, y = self._doubled_data()
         with self.doubled.tape(x, y) as tape:
             errors = tape.errors
-        scale = errors.flatten(1).abs().amax(1).clamp_min(torch.finfo(torch.float64).tiny)
+        scale = errors.abs().reshape(len(errors), -1).amax(1).clamp_min(torch.finfo(torch.float64).tiny)
         scale = scale.reshape(-1, *[1] * (errors.ndim - 1))
         unit = (errors / scale).to(self.native.output.dtype)
         linear = Cut(
@@ -207,7 +232,7 @@ class Bench:
             self.cut.blocks,
             self.cut.head,
             self.cut.state,
-            lambda output, _: (output * unit).flatten(1).sum(1),
+            lambda output, _: (output * unit).reshape(len(output), -1).sum(1),
             self.cut.bypass,
             self.cut.topology,
         )

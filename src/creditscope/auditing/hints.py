@@ -5,22 +5,35 @@ A hint is a sentence with the fix. It changes no number and no status.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from creditscope.auditing.bench import Bench
 from creditscope.auditing.measure import mean, pairs
 from creditscope.auditing.sheet import Sheet
 from creditscope.auditing.subject import Claim
 from creditscope.metrics.alignment import cosine
+from creditscope.metrics.nulls import null_cosines, z_score
 from creditscope.metrics.scale import lower_median, norm
 
-CLEAR = 0.1  # a cosine that is no accident of the network, in either direction
+CLEAR = 0.1  # a cosine that is worth a word
 ALIKE = 0.9  # references of neighbouring states that no credit can tell apart
+APART = 6.0  # standard deviations from its null: a fixed random matrix in few features reads far from 0 by chance
+DRAWS = 100
 
 
 def find_hints(bench: Bench, claim: Claim, sheet: Sheet) -> list[str]:
     """Return the hints for one credit."""
-    return [hint for hint in (_mean_reduced(bench, claim), _flipped(claim, sheet), _misplaced(bench, claim)) if hint]
+    found = (_mean_reduced(bench, claim), _flipped(bench, claim, sheet), _misplaced(bench, claim))
+    return [hint for hint in found if hint]
+
+
+def _deviation(bench: Bench, a: Tensor, g: Tensor) -> float:
+    """Return by how many standard deviations a mean cosine is off that of the same credit, turned at random."""
+    drawn = null_cosines(a, g, DRAWS, bench.generator("hints"))
+    return float(z_score(cosine(a, g).nanmean(), drawn))
 
 
 def _mean_reduced(bench: Bench, claim: Claim) -> str | None:
@@ -36,53 +49,71 @@ def _mean_reduced(bench: Bench, claim: Claim) -> str | None:
     )
 
 
-def _flipped(claim: Claim, sheet: Sheet) -> str | None:
-    values = torch.as_tensor(sheet.entries["cosine"].values)[claim.driven]
-    values = values[torch.isfinite(values)]
-    if values.numel() == 0 or bool((values > CLEAR).any()) or float(values.mean()) > -CLEAR:
+def _flipped(bench: Bench, claim: Claim, sheet: Sheet) -> str | None:
+    values = {l: float(sheet.entries["cosine"].values[l]) for l in claim.driven}
+    against = [l for l, value in values.items() if value < -CLEAR]
+    if not against or _mean([*values.values()]) > -CLEAR or any(value > CLEAR for value in values.values()):
+        return None
+    both = [(claim.credits[l], bench.reference[l]) for l in against]
+    if not all(a is not None and _deviation(bench, a, g) < -APART for a, g in both):
         return None
     return (
-        f"'{claim.name}' looks sign-flipped: its mean cosine is {float(values.mean()):.2f}; credits point along the "
-        "gradient (descent is −a); if yours is the descent direction, pass convention=cs.Convention(sign=-1)"
+        f"'{claim.name}' looks sign-flipped: its mean cosine is {_mean([*values.values()]):.2f}; credits point along "
+        "the gradient (descent is −a); if yours is the descent direction, pass convention=cs.Convention(sign=-1)"
     )
 
 
 def _misplaced(bench: Bench, claim: Claim) -> str | None:
     """Compare each a_l with the references of the other states, where shapes allow."""
-    reference, depth = bench.reference, bench.depth
-    own, reversed_, shifted = [], [], {1: [], -1: []}
-    for l, pair in enumerate(pairs(bench, claim)):
-        if pair is None:
-            continue
-        a, g = pair
-        own.append(mean(cosine(a, g)))
-        mirror = reference[depth - l]
-        reversed_.append(mean(cosine(a, mirror)) if mirror.shape == a.shape else 0.0)
-        for offset, found in shifted.items():
-            k = l + offset
-            other = reference[k] if 0 <= k <= depth else None
-            alike = other is None or other.shape != a.shape or mean(cosine(g, other)) >= ALIKE
-            found.append((mean(cosine(a, other)), own[-1]) if not alike and other is not None else None)
-    if depth >= 2 and _better(reversed_, own):
+    depth = bench.depth
+    if claim.driving != list(range(1, depth + 1)):  # a block that is driven by another state's credit aligns to that
+        return None
+    if depth >= 2 and _better(bench, claim, lambda l: depth - l):
+        own, found = _fit(bench, claim, lambda l: depth - l)
         return (
             f"'{claim.name}' looks reversed in its layers: it fits the states in the opposite order better "
-            f"({_mean(reversed_):.2f} against {_mean(own):.2f}); credits[0] belongs to h_0, credits[-1] to h_L"
+            f"({found:.2f} against {own:.2f}); credits[0] belongs to h_0, credits[-1] to h_L"
         )
-    for offset, found in shifted.items():
-        told = [both for both in found if both is not None]
-        if told and _better([b for b, _ in told], [o for _, o in told]):
+    for offset in (1, -1):
+        if _better(bench, claim, lambda l, offset=offset: l + offset):
+            own, found = _fit(bench, claim, lambda l, offset=offset: l + offset)
             return (
-                f"'{claim.name}' looks shifted by one layer: credits[l] fits state l{offset:+d} better "
-                f"({_mean([b for b, _ in told]):.2f} against {_mean([o for _, o in told]):.2f}); credits[l] belongs to "
-                "the state that enters block l"
+                f"'{claim.name}' looks shifted by one layer: credits[l] fits state l{offset:+d} better ({found:.2f} "
+                f"against {own:.2f}); credits[l] belongs to the state that enters block l"
             )
     return None
+
+
+def _told(bench: Bench, claim: Claim, place: Callable[[int], int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return (a_l, g_l, g of the other place) where the two references can be told apart."""
+    rows = []
+    for l, pair in enumerate(pairs(bench, claim)):
+        k = place(l)
+        if pair is None or not 0 <= k <= bench.depth or k == l:
+            continue
+        (a, g), other = pair, bench.reference[k]
+        if other.shape == g.shape and mean(cosine(g, other)) < ALIKE:
+            rows.append((a, g, other))
+    return rows
+
+
+def _fit(bench: Bench, claim: Claim, place: Callable[[int], int]) -> tuple[float, float]:
+    """Return the mean cosine at the states' own place and at the other one."""
+    told = _told(bench, claim, place)
+    return _mean([mean(cosine(a, g)) for a, g, _ in told]), _mean([mean(cosine(a, o)) for a, _, o in told])
+
+
+def _better(bench: Bench, claim: Claim, place: Callable[[int], int]) -> bool:
+    """Tell whether the credit fits the other place clearly better, in the mean and beyond chance at some state."""
+    own, other = _fit(bench, claim, place)
+    if not (other > CLEAR and other > own + CLEAR):
+        return False
+    return any(
+        mean(cosine(a, o)) > mean(cosine(a, g)) + CLEAR and _deviation(bench, a, o) > APART
+        for a, g, o in _told(bench, claim, place)
+    )
 
 
 def _mean(values: list[float]) -> float:
     known = [v for v in values if v == v]
     return sum(known) / len(known) if known else float("nan")
-
-
-def _better(other: list[float], own: list[float]) -> bool:
-    return _mean(other) > CLEAR and _mean(other) > _mean(own) + CLEAR

@@ -24,7 +24,7 @@ from creditscope.metrics.alignment import (
 from creditscope.metrics.causal import pearson, rho, rho_terms
 from creditscope.metrics.drift import effective_rank
 from creditscope.metrics.nulls import holm, one_sided_p, shuffled_cosines, z_score
-from creditscope.metrics.reference import angle, cross_batch_stability, finite_difference_agreement, relative_error
+from creditscope.metrics.reference import angle, cross_batch_stability, relative_error
 from creditscope.metrics.scale import branch_ratio, lower_median, norm, quartiles
 from creditscope.metrics.summary import Estimate, Resampling, best_share, participation_ratio, ratio
 
@@ -34,6 +34,7 @@ MEDIAN = "lower median over examples"
 ALPHA = 1e-3
 SHUFFLES = 20
 NO_CREDIT = "no credit was given for this state"
+NO_NUDGE = "a credit without a direction, a step lost in the rounding of the state, or a state that is read too early"
 NO_DIRECTION = "a credit or reference of zero, or that is not finite, has no direction"
 
 
@@ -126,20 +127,23 @@ def measure_reference(bench: Bench, sheet: Sheet, resampling: Resampling) -> Non
     ):
         found = resampling.median(torch.stack([metric(t.double(), g) for t, g in both]))
         put_estimate(sheet, name, found, ["layer"], label, unit=unit, how=MEDIAN, missing=NO_DIRECTION)
-    count = 8
-    agreement = [_agreement(bench, l, count) for l in range(bench.depth + 1)]
     sheet.put(
         "reference_rho",
-        agreement,
+        bench.agreements,
         ["layer"],
         "agreement of the reference with central finite differences",
-        n=n * count,
+        n=n * bench.pairings,
         how="Pearson over examples × directions",
         missing="the differences are below resolution",
     )
-    sheet.put("resolution", bench.resolution, ["layer"], "size of a probed change, in roundings", how=MEDIAN)
-    steps = [bench.probe.step_size(l) for l in range(bench.depth + 1)]
-    sheet.put("epsilon", steps, ["layer"], "length of a probing step", asked=bench.settings.epsilon)
+    regimes = bench.regimes
+    sheet.put(
+        "resolution", [r.roundings for r in regimes], ["layer"], "size of a probed change, in roundings", how=MEDIAN
+    )
+    label = "how far the loss bends over a probing step: even over odd part of its changes"
+    sheet.put("curvature", [r.curvature for r in regimes], ["layer"], label, how="ratio of RMS over examples")
+    label = "length of a probing step"
+    sheet.put("epsilon", [r.step for r in regimes], ["layer"], label, asked=bench.settings.epsilon)
 
 
 def _pooled_error(approximate: Tensor, exact: Tensor) -> float:
@@ -149,15 +153,6 @@ def _pooled_error(approximate: Tensor, exact: Tensor) -> float:
     return float(
         torch.linalg.vector_norm((approximate.double() - exact) / scale) / torch.linalg.vector_norm(exact / scale)
     )
-
-
-def _agreement(bench: Bench, l: int, count: int) -> float:
-    if not bench.is_resolved(l) or bench.probe.published:
-        return NAN
-    found = finite_difference_agreement(
-        bench.probe.change(l), bench.probe.state(l), bench.reference[l], bench.generator("agreement", l), count=count
-    )
-    return float(found.rho)
 
 
 def measure_stability(bench: Bench, sheet: Sheet) -> None:
@@ -206,11 +201,13 @@ def _by_layer(bench: Bench, claim: Claim, metric: Callable[[Tensor, Tensor], Ten
     return torch.stack([unknown if pair is None else metric(*pair) for pair in pairs(bench, claim)])
 
 
-def measure_alignment(bench: Bench, claim: Claim, sheet: Sheet, resampling: Resampling) -> None:
-    """Cosine, the clamped cosine that papers print, norm ratio, sign agreement, pooled cosine."""
-    batch = bench.settings.published_batch
-    missing = NO_CREDIT if any(a is None for a in claim.credits) else NO_DIRECTION
-    means: list[tuple[str, Callable[[Tensor, Tensor], Tensor], str, dict[str, Any]]] = [
+Metric = Callable[[Tensor, Tensor], Tensor]
+
+
+def alignment_metrics(batch: int) -> list[tuple[str, Metric, str, dict[str, Any]]]:
+    """Return what is averaged over examples: name, function of (a, g), label, and what more is to be said."""
+    printed = {"batch": batch}
+    return [
         ("cosine", cosine, "cosine of credit and reference, never clamped", {}),
         ("sign_agreement", sign_agreement, "share of features where the signs agree", {}),
         ("norm_ratio", norm_ratio, "‖a_l‖ / ‖g_l‖", {}),
@@ -218,16 +215,26 @@ def measure_alignment(bench: Bench, claim: Claim, sheet: Sheet, resampling: Resa
             "cosine_clamped",
             lambda a, g: cosine_clamped(a, g, batch=batch).double(),
             "cosine as papers print it: torch's clamp, on the reference of the mean-reduced loss",
-            {"batch": batch},
+            printed,
         ),
         (
             "clamped_share",
             lambda a, g: is_clamped(a, g, batch=batch).double(),
             "share of examples that the clamp touches",
-            {"batch": batch},
+            printed,
         ),
     ]
-    for name, metric, label, more in means:
+
+
+def pooled_cosine(a: Tensor, g: Tensor) -> Tensor:
+    """Return Σ⟨a,g⟩/√(Σ‖a‖²Σ‖g‖²), as it is measured."""
+    return pooled_ratio(pooled_terms(a, g).nanmean(0))
+
+
+def measure_alignment(bench: Bench, claim: Claim, sheet: Sheet, resampling: Resampling) -> None:
+    """Cosine, the clamped cosine that papers print, norm ratio, sign agreement, pooled cosine."""
+    missing = NO_CREDIT if any(a is None for a in claim.credits) else NO_DIRECTION
+    for name, metric, label, more in alignment_metrics(bench.settings.published_batch):
         found = resampling.mean(_by_layer(bench, claim, metric))
         put_estimate(sheet, name, found, ["layer"], label, how=MEAN, missing=missing, **more)
     sizes = resampling.median(_by_layer(bench, claim, lambda a, g: norm(a)))
@@ -269,13 +276,12 @@ def measure_aggregates(claim: Claim, sheet: Sheet) -> None:
 
 def measure_rho(bench: Bench, claim: Claim, sheet: Sheet, resampling: Resampling) -> None:
     """Perturbation correlation, where the probed changes are resolved."""
-    place = 1 + [other.name for other in bench.subject.claims].index(claim.name)
+    place = 2 + [other.name for other in bench.subject.claims].index(claim.name)
     values, bounds, regimes = [], [], []
     for l, row in enumerate(bench.correlated):
-        resolved, probed = bench.is_resolved(l), row[place]
-        size = f"a typical change is {bench.resolution[l]:.2g} roundings"
-        regimes.append("resolved" if resolved else f"below resolution: {size}")
-        if probed is None or not (resolved or bench.probe.published):
+        probed = row[place]
+        regimes.append(str(bench.regimes[l]))
+        if probed is None or not bench.is_probed(l):
             values.append(NAN)
             bounds.append([NAN, NAN])
             continue
@@ -290,7 +296,7 @@ def measure_rho(bench: Bench, claim: Claim, sheet: Sheet, resampling: Resampling
         n=int(bench.finite.sum()) * bench.settings.directions,
         how="Pearson over examples × directions",
         interval=bounds,
-        missing="no credit, no spread, or changes below the resolution of the probe",
+        missing="no credit, no spread, or what rho_regime says",
         directions=bench.settings.directions,
         probe=bench.settings.probe,
     )
@@ -310,7 +316,7 @@ def measure_nudging(bench: Bench, claim: Claim, sheet: Sheet, resampling: Resamp
     rows = [[unknown if c is None else c for c in row] for row in bench.nudges(claim.credits)]
     best = [[unknown if c is None else c for c in row] for row in bench.reference_nudges]
     own, reference = (torch.stack([torch.stack(row) for row in table]) for table in (rows, best))
-    missing = NO_CREDIT if any(a is None for a in claim.credits) else NO_DIRECTION
+    missing = NO_CREDIT if any(a is None for a in claim.credits) else NO_NUDGE
     label = "change of the loss after a step of η·a/RMS(a) down the credit"
     put_estimate(
         sheet,
@@ -338,7 +344,10 @@ def measure_null(bench: Bench, claim: Claim, sheet: Sheet) -> None:
     drawn = torch.stack([nan if draws is None else draws.cpu() for draws in null])
     z = torch.stack([z_score(value, draws) for value, draws in zip(values, drawn, strict=True)])
     p = one_sided_p(z)
-    judged = [l for l in claim.driven if l not in claim.exact and not bool(z[l].isnan())]
+    inexact = [l for l in claim.driven if l not in claim.exact]
+    best = one_sided_p(torch.stack([z_score(torch.ones(()), draws) for draws in drawn]))
+    decidable = best <= ALPHA / max(1, len(inexact))
+    judged = [l for l in inexact if bool(decidable[l])]
     better = torch.zeros(len(z), dtype=torch.bool)
     if judged:
         better[judged] = holm(p[judged], ALPHA)
@@ -351,9 +360,10 @@ def measure_null(bench: Bench, claim: Claim, sheet: Sheet) -> None:
         ("null_p", p, "one-sided p of that z", "normal tail"),
     ):
         sheet.put(name, found, ["layer"], label, n=examples, how=how, missing=missing, **about)
-    sheet.put(
-        "beats_null", better, ["layer"], "better than the null", how=f"Holm over driving, inexact states, α = {ALPHA}"
-    )
+    how = f"Holm over driving, inexact states, α = {ALPHA}"
+    sheet.put("beats_null", better, ["layer"], "better than the null", how=how)
+    label = "whether the exact credit would be better than this null: in few features none is"
+    sheet.put("null_decidable", decidable, ["layer"], label, how=how)
     shuffled = [
         NAN if pair is None else float(shuffled_cosines(*pair, SHUFFLES, bench.generator("shuffle", l)).mean())
         for l, pair in enumerate(pairs(bench, claim))

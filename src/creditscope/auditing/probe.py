@@ -8,16 +8,56 @@ difference is below their resolution.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from creditscope.metrics._rows import quotient
+from creditscope.metrics.causal import root_mean_square
+from creditscope.metrics.scale import norm
 from creditscope.replay import Replay
 from creditscope.tape import cross_entropy, per_example
 
 RESOLVED = 1e3  # a change this many roundings large has three good digits
+LINEAR = 0.1  # even over odd part of the changes: below it, curvature lowers a correlation by less than 1 %
+LONGEST = 1e-4  # of the state's norm: as far as a step grows to be resolved
+
+
+@dataclass(frozen=True)
+class Regime:
+    """What a probing step at one state meets."""
+
+    step: float
+    """ε, or more where a step of ε would be lost in rounding."""
+    roundings: float = math.nan
+    """How many roundings a step changes the outputs (of losses other than cross-entropy, also the losses) by."""
+    curvature: float = math.nan
+    """Even over odd part of the changes of the loss, ±step."""
+    obstacle: str = ""
+    """Why no value can be put in place of the state, where none can."""
+
+    @property
+    def resolved(self) -> bool:
+        """Whether the changes stand above rounding."""
+        return self.roundings >= RESOLVED
+
+    @property
+    def linear(self) -> bool:
+        """Whether the loss is linear over a step, so that finite differences are its gradient."""
+        return self.curvature <= LINEAR
+
+    def __str__(self) -> str:
+        if self.obstacle:
+            return f"not replayed: {self.obstacle}"
+        if not self.resolved:
+            return f"below resolution: a typical change is {self.roundings:.2g} roundings"
+        if not self.linear:
+            return f"not linear: over a step of {self.step:.2g} the loss bends by {self.curvature:.2g} of its slope"
+        return "resolved"
 
 
 @dataclass
@@ -29,54 +69,72 @@ class Probe:
     published: bool = False
     """Subtract losses in the network's own precision, as published procedures do."""
 
-    @classmethod
-    def of(cls, replay: Replay, *, epsilon: float, published: bool = False) -> Probe:
-        """Make the probe: in float64, unless the published procedure is asked for."""
-        return cls(replay if published else replay.astype(torch.float64), epsilon, published)
+    @property
+    def stable(self) -> bool:
+        """Whether changes of the loss are taken from changes of the outputs."""
+        return self.replay.cut.loss is cross_entropy and not self.published
 
     def state(self, l: int) -> Tensor:
         """Return h_l in the probe's precision."""
         return self.replay.states[l]
 
-    def step_size(self, l: int) -> float:
-        """Return ε, or more where a step of ε would be lost in the rounding of h_l.
-
-        Each entry of a unit direction moves by about ε/√d; rounding moves it by eps·|h|. ε grows so that a step is
-        1000 roundings; it does not under the published procedure.
-        """
-        h = self.state(l)
-        if self.published:
-            return self.epsilon
-        rounding = torch.finfo(h.dtype).eps * h.abs().median().item() * h[0].numel() ** 0.5
-        return max(self.epsilon, RESOLVED * rounding) if rounding == rounding else self.epsilon
-
     def change(self, l: int) -> Callable[[Tensor], Tensor]:
         """Return the function h' → ℓᵢ(h') − ℓᵢ(h_l), for n·B rows."""
-        stable = self.replay.cut.loss is cross_entropy and not self.published
-        base = self.replay.output
 
         def difference(h: Tensor) -> Tensor:
             with torch.no_grad():
-                output, y = self.replay.output_at(l, h), self.replay.labels(h)
-                copies = output.shape[0] // base.shape[0]
-                if not stable:
-                    return per_example(self.replay.cut.loss, output, y) - self.replay.losses.repeat(copies)
-                before = base.repeat(copies, *[1] * (base.ndim - 1))
-                return cross_entropy_change(before, output - before, y)
+                return self._difference(self.replay.output_at(l, h), self.replay.labels(h))
 
         return difference
 
-    def resolution(self, l: int, steps: Tensor) -> float:
-        """Return how many roundings a typical step changes the outputs (or, of other losses, the losses) by."""
+    def _difference(self, output: Tensor, y: Any) -> Tensor:
+        base = self.replay.output
+        copies = output.shape[0] // base.shape[0]
+        if not self.stable:
+            return per_example(self.replay.cut.loss, output, y) - self.replay.losses.repeat(copies)
+        before = base.repeat(copies, *[1] * (base.ndim - 1))
+        return cross_entropy_change(before, output - before, y)
+
+    def regime(self, l: int, v: Tensor) -> Regime:
+        """Settle the step at a state from one trial direction per example, v of unit norm.
+
+        Each entry of a unit direction moves by about ε/√d and rounding moves it by eps·|h|; ε grows so that a step is
+        1000 roundings there and, as far as 1e-4 of the state's norm, 1000 roundings of the outputs. It does not under
+        the published procedure.
+        """
+        topology = self.replay.cut.topology
+        if not self.replay.direct and topology is not None and l in topology.early:
+            return Regime(self.epsilon, obstacle="the state is read before it enters its module")
+        if self.published:
+            return self._tried(l, v, self.epsilon)
+        h = self.state(l)
+        lost = torch.finfo(h.dtype).eps * h.abs().nanmedian().item() * h[0].numel() ** 0.5
+        found = self._tried(l, v, max(self.epsilon, RESOLVED * lost if math.isfinite(lost) else 0.0))
+        longest = LONGEST * norm(h).nanmedian().item()
+        if found.resolved or not found.roundings > 0 or not longest > found.step:
+            return found
+        return self._tried(l, v, min(found.step * 2 * RESOLVED / found.roundings, longest))
+
+    def _tried(self, l: int, v: Tensor, step: float) -> Regime:
+        h = self.state(l)
         with torch.no_grad():
-            h = self.state(l) + steps
-            stable = self.replay.cut.loss is cross_entropy and not self.published
-            after = self.replay.output_at(l, h) if stable else self.replay.tail(l, h)
-            before = self.replay.output if stable else self.replay.losses
-            change = (after - before).abs().flatten(1).amax(1) if stable else (after - before).abs()
-            size = before.abs().flatten(1).amax(1) if stable else before.abs()
-            unit = torch.finfo(after.dtype).eps * size.clamp_min(torch.finfo(after.dtype).tiny)
-            return float((change / unit).median())
+            after = self.replay.output_at(l, h + step * v)
+            up = self._difference(after, self.replay.y)
+            down = self.change(l)(h - step * v)
+        roundings = self._roundings(after - self.replay.output, self.replay.output)
+        if not self.stable:  # a loss below 1 is a difference of numbers of order 1, and is no better than they are
+            losses = self.replay.losses
+            roundings = min(roundings, self._roundings(up, losses.clamp_min(1.0)))
+        even, odd = ((up + sign * down).double() for sign in (1, -1))
+        known = torch.isfinite(even) & torch.isfinite(odd)
+        curvature = quotient(root_mean_square(even[known]), root_mean_square(odd[known]))
+        return Regime(step, roundings, float(curvature))
+
+    @staticmethod
+    def _roundings(change: Tensor, value: Tensor) -> float:
+        size, unit = (t.abs().reshape(len(t), -1).amax(1) for t in (change, value))
+        unit = torch.finfo(value.dtype).eps * unit.clamp_min(torch.finfo(value.dtype).tiny)
+        return float((size / unit).nanmedian())
 
 
 def cross_entropy_change(output: Tensor, change: Tensor, y: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from creditscope.evaluation import evaluating
 from creditscope.rules import REGISTRY
 from creditscope.rules._base import Learner
 from creditscope.tape import Cut, LossFn
-from creditscope.topology import Inputs, StateFn
+from creditscope.topology import Inputs, StateFn, tensors_of
 
 CreditFn = Callable[[Any, Any], Sequence[Tensor | None]]
 UpdateFn = Callable[[Any, Any], Mapping[str, Tensor]]
@@ -98,46 +98,108 @@ def batch_of(x: Inputs) -> int:
 
 
 @contextmanager
-def preserved(network: nn.Module, *others: nn.Module) -> Iterator[None]:
-    """Leave a network as it was, whatever happens: parameters, buffers, ``.grad``, modes, flags, random states."""
-    modules = [network, *others]
-    tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
-    before = [
-        (t, t.detach().clone(), t.requires_grad, t.grad, None if t.grad is None else t.grad.clone()) for t in tensors
-    ]
-    modes = [(m, m.training) for module in modules for m in module.modules()]
-    devices = sorted({t.device.index for t in tensors if t.is_cuda})
+def preserved(*modules: nn.Module) -> Iterator[None]:
+    """Leave modules as they were, whatever happens: parameters, buffers, ``.grad``, modes, hooks, random states."""
+    own = [m for module in modules for m in module.modules()]
+    tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
+    before = [_Kept.of(t) for t in tensors.values()]
+    attributes = [(vars(m), {key: _shallow(value) for key, value in vars(m).items()}) for m in own]
+    devices = sorted({t.device.index for t in tensors.values() if t.is_cuda})
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
-            with torch.no_grad():
-                for tensor, value, wanted, grad, grad_value in before:
-                    if not _same_bits(tensor, value):
-                        tensor.copy_(value)
-                    if tensor.is_leaf and tensor.is_floating_point():
-                        tensor.requires_grad_(wanted)
-                    tensor.grad = grad
-                    if grad is not None and grad_value is not None and not _same_bits(grad, grad_value):
-                        grad.copy_(grad_value)
-            for module, training in modes:
-                module.training = training
+            for found, kept in attributes:
+                _put_back(found, kept)
+            for kept in before:
+                kept.restore()
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return bool(torch.equal(a.nan_to_num(), b.nan_to_num())) if a.is_floating_point() else bool(torch.equal(a, b))
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@dataclass
+class _Kept:
+    """A tensor as it was."""
+
+    tensor: Tensor
+    value: Tensor
+    wanted: bool
+    grad: Tensor | None
+    grad_value: Tensor | None
+    hooks: dict[str, dict]
+
+    @classmethod
+    def of(cls, t: Tensor) -> _Kept:
+        grad = t.grad if t.is_leaf else None
+        hooks = {kind: dict(getattr(t, kind, None) or {}) for kind in TENSOR_HOOKS}
+        return cls(
+            t,
+            t.detach().clone(),
+            t.requires_grad,
+            grad,
+            None if grad is None else grad.detach().clone(),
+            hooks,
+        )
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        t = self.tensor
+        if not same_bits(t.detach(), self.value):
+            t.copy_(self.value)
+        for kind, kept in self.hooks.items():
+            if (found := getattr(t, kind, None)) is not None and found != kept:
+                found.clear()
+                found.update(kept)
+        if not t.is_leaf:
+            return
+        if t.is_floating_point():
+            t.requires_grad_(self.wanted)
+        t.grad = self.grad
+        if self.grad is not None and self.grad_value is not None and not same_bits(self.grad, self.grad_value):
+            self.grad.copy_(self.grad_value)
+
+
+def _shallow(value: Any) -> tuple[Any, Any]:
+    """Return an attribute with a copy of what it holds, where it is a dict: hooks, parameters, submodules."""
+    return value, value.copy() if isinstance(value, dict) else None
+
+
+def _put_back(found: dict[str, Any], kept: dict[str, tuple[Any, Any]]) -> None:
+    """Give a module the attributes that it had; what was added goes."""
+    for key in found.keys() - kept.keys():
+        del found[key]
+    for key, (value, content) in kept.items():
+        found[key] = value
+        if content is not None and (value.keys() != content.keys() or any(value[k] is not content[k] for k in content)):
+            value.clear()
+            value.update(content)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors are the same to the bit: NaN is NaN, and −0 is not 0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.numel() == 0:
+        return True
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
 def ask(function: Callable[[Any, Any], Any], network: nn.Module, x: Inputs, y: Any, what: str) -> Any:
-    """Call a user's function once, and refuse it if it trained the network."""
-    parameters = [(name, p, p.detach().clone()) for name, p in network.named_parameters()]
+    """Call a user's function once, and refuse it if it trained the network or wrote into the data."""
+    data = [_Kept.of(t) for t in tensors_of((x, y))]
+    weights = [(name, p, p.detach().clone()) for name, p in network.named_parameters()]
     with preserved(network), evaluating(network), torch.enable_grad():
-        given = function(x, y)
-        changed = next((name for name, p, value in parameters if not _same_bits(p.detach(), value)), None)
+        try:
+            given = function(x, y)
+            trained = next((f"the network ('{n}')" for n, p, value in weights if not same_bits(p, value)), None)
+            written = None if all(same_bits(kept.tensor, kept.value) for kept in data) else "its inputs"
+        finally:
+            for kept in data:
+                kept.restore()
+    changed = trained or written
     if changed is not None:
-        raise UsageError(
-            f"{what} changed the network ('{changed}'): an audit trains nothing; it must only return its signal"
-        )
+        raise UsageError(f"{what} changed {changed}: an audit trains nothing; it must only return its signal")
     return given
 
 
@@ -214,7 +276,7 @@ def make_subject(
     if learner is not None and any(option is not None for option in (blocks, head, state)):
         raise UsageError("a learner knows its blocks: blocks=, head= and state= are for a bare network")
     cut = learner.cut if learner is not None else Cut.of(network, blocks=blocks, head=head, state=state, loss=loss)
-    with preserved(network), evaluating(network):
+    with evaluating(network):
         if learner is not None:
             learner._settle(x)
         topology = cut.settle(x)

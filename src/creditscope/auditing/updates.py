@@ -17,8 +17,8 @@ from creditscope.evaluation import evaluating
 from creditscope.metrics.alignment import cosine, norm_ratio
 from creditscope.metrics.drift import relative_drift
 from creditscope.rules._base import Learner
-from creditscope.tape import per_example
-from creditscope.topology import gradients_of, undisturbed
+from creditscope.tape import Cut, per_example
+from creditscope.topology import gradients_of, pick_state, undisturbed
 
 STEPS = (1, 5, 20)
 RATE = 1e-3
@@ -31,15 +31,19 @@ def descent(bench: Bench) -> dict[str, Tensor]:
     parameters = dict(network.named_parameters())
     x, y = bench._doubled_data()
     with preserved(network), evaluating(network), gradients_of([*parameters.values()], True), torch.enable_grad():
-        losses = per_example(bench.doubled.loss, bench.doubled.forward(x), y)
+        losses = per_example(bench.doubled.loss, _output(bench.doubled, x), y)
         found = torch.autograd.grad(losses.mean(), [*parameters.values()], allow_unused=True)
     return {name: -g for name, g in zip(parameters, found, strict=True) if g is not None}
+
+
+def _output(cut: Cut, x: Any) -> Tensor:
+    return pick_state(cut.forward(x), None, "the network's output")
 
 
 def rule_updates(learner: Learner, bench: Bench) -> dict[str, Tensor]:
     """Return a learner's own descent direction on the evaluation set, in eval mode."""
     network = learner.network
-    with preserved(network, learner._path), evaluating(network):
+    with preserved(network, learner._path), evaluating(network), learner._untouched():
         for p in learner.parameters():
             p.grad = None
         learner.rule.step(learner.site, learner._path, bench.x, bench.y, 1.0)
@@ -208,9 +212,9 @@ def _updates_with(bench: Bench, claim: Claim, kind: str) -> list[float]:
     return results + [NAN] * (len(STEPS) - len(results))
 
 
-def _mean_loss(cut: Any, bench: Bench) -> float:
+def _mean_loss(cut: Cut, bench: Bench) -> float:
     with torch.no_grad():
-        return float(per_example(cut.loss, cut.forward(bench.x), bench.y).double().mean())
+        return float(per_example(cut.loss, _output(cut, bench.x), bench.y).double().mean())
 
 
 def _credit_source(bench: Bench, claim: Claim, kind: str, cut: Any) -> Callable[[int], list[Tensor | None] | None]:

@@ -154,28 +154,36 @@ class Judge:
                 f"the state grows by {growth[worst_at]:.3g} over block {worst_at} ({self._against('block_growth')})",
             )
 
+    @property
+    def _exact(self) -> set[int]:
+        """The states whose credit is exact by construction."""
+        return {int(l) for l in np.flatnonzero(self.data["exact"].values)} if "exact" in self.data else set()
+
+    def _standing(self, l: int) -> bool:
+        """Tell whether a state's credit is better than its null, by enough to count; exact credit is."""
+        better, cosines, means = (self.data[name].values for name in ("beats_null", "cosine", "null_mean"))
+        return l in self._exact or bool(better[l] and not self.thresholds["null_effect"].crossed(cosines[l] - means[l]))
+
     def _null(self) -> None:
-        better, cosines, means = (self._values(name) for name in ("beats_null", "cosine", "null_mean"))
+        cosines, means = self._values("cosine"), self._values("null_mean")
         if cosines is None:
             self.unmeasured["null-credit"] = "no credit was given, only updates"
             return
-        if better is None or means is None:
+        if means is None:
             self.unmeasured["null-credit"] = "nulls are part of the standard tier"
             return
         if not self._driving:
             self.unmeasured["null-credit"] = "no block is trained"
             return
-        exact = {int(l) for l in np.flatnonzero(self.data["exact"].values)} if "exact" in self.data else set()
-        judged = [l for l in self._driving if l not in exact and cosines[l] == cosines[l]]
-        if not judged:
-            if all(l in exact for l in self._driving):
-                return
+        inexact = [l for l in self._driving if l not in self._exact]
+        directed = [l for l in inexact if cosines[l] == cosines[l]]
+        judged = [l for l in directed if self.data["null_decidable"].values[l]]
+        if inexact and not directed:
             self.unmeasured["null-credit"] = "no state that drives a block has a credit with a direction"
-            return
-        effect = self.thresholds["null_effect"]
-        standing = [l for l in judged if better[l] and not effect.crossed(cosines[l] - means[l])]
-        if not standing:
-            best = max(judged, key=lambda l: cosines[l] - means[l])
+        elif inexact and not judged:
+            self.unmeasured["null-credit"] = "in so few features even the exact credit would be no better than its null"
+        elif inexact and not any(self._standing(l) for l in judged):
+            best, effect = max(judged, key=lambda l: cosines[l] - means[l]), self.thresholds["null_effect"]
             self._flag(
                 "null-credit",
                 f"no state that drives a block has a better cosine than its null: the best is {cosines[best]:.3f} at "
@@ -193,6 +201,8 @@ class Judge:
             return
         best = max(driving, key=lambda l: cosines[l])
         clear = cosines[best] > 5 * self.thresholds["null_effect"].value
+        if "null_mean" in self.data:  # the share of noise in noise says nothing
+            clear = clear and self._standing(best)
         if clear and self.thresholds["best_share"].crossed(float(share)):
             mean = float(np.mean([cosines[l] for l in driving]))
             self._flag(

@@ -1,0 +1,35 @@
+"""Every planted case gets its verdict: exactly these flags, hints and status."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.auditing import planted
+
+CASES = {case.name: case for case in planted.CASES}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_verdict_on_a_few_seeds(name: str, seed: int):
+    audit = CASES[name].make(seed)
+    assert planted.is_right(CASES[name], audit), f"{audit.verdict}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_verdict_on_ten_seeds(name: str):
+    wrong = {
+        seed: str(audit.verdict)
+        for seed in range(10)
+        if not planted.is_right(CASES[name], audit := CASES[name].make(seed))
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_flag_has_a_sentence_with_its_figure_threshold_and_origin(name: str):
+    verdict = CASES[name].make(2).verdict
+    assert set(verdict.flags) == set(verdict.reasons)
+    assert all(any(character.isdigit() for character in reason) for reason in verdict.reasons.values())
+    assert not set(verdict.flags) & set(verdict.unmeasured)
