@@ -31,6 +31,10 @@ SETTLED = 3
 LOST = "reference-validity"
 
 
+class MonitorWarning(UserWarning):
+    """A monitor takes more of the training's time than it should."""
+
+
 class ReferenceLostError(CreditscopeError):
     """The exact gradient is no longer one: what is learned from here on cannot be judged."""
 
@@ -191,7 +195,7 @@ class Monitor:
         if settled and share > SHARE and not self._warned:
             self._warned = True
             text = f"the monitor took {share:.0%} of the time: measure less often, or on fewer than the examples given"
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(text, MonitorWarning, stacklevel=3)
 
 
 def load_monitor(path: str | Path) -> xr.Dataset:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 ETA = 0.003
 MISSING = "–"
+WIDTH = 90
+"""Of a table at least, so that the sentences below it have room; at most 100 where all is measured."""
 COLOURS = {"passed": "green", "flagged": "yellow", "cannot judge": "red"}
 
 
@@ -87,12 +89,23 @@ COLUMNS: Mapping[str, Callable[[xr.Dataset, int], str]] = {
 }
 """The columns of a table by state, and what is in their cells."""
 
-LEGEND = (
-    "state: · drives no trained block. cosine: with the exact gradient, = exact by construction. ρ: correlation of "
-    "predicted and true loss changes, limit: what it tends to. nudge: change of the loss at η = .003, effic.: over "
-    "that of the exact gradient. null z: against the same signal unlearned. ‖h‖, ‖g‖: of state and exact gradient per "
-    "example. err32: the network's own precision against float64."
-)
+_MEANINGS: Mapping[str, str] = {
+    "state": "· drives no trained block",
+    "cosine [95 %]": "with the exact gradient, = exact by construction",
+    "ρ": "correlation of predicted and true loss changes",
+    "limit": "what ρ tends to",
+    "nudge": "change of the loss at η = .003",
+    "effic.": "that over the exact gradient's",
+    "null z": "against the same signal unlearned",
+    "‖h‖": "of the state",
+    "‖g‖": "of the exact gradient, per example",
+    "err32": "the network's own precision against float64",
+}
+
+
+def legend(names: Iterable[str] = tuple(_MEANINGS)) -> str:
+    """Return what the columns of a table are."""
+    return "; ".join(f"{name}: {_MEANINGS[name]}" for name in names if name in _MEANINGS) + "."
 
 
 def _driven(data: xr.Dataset) -> list[int]:
@@ -118,11 +131,11 @@ def as_table(audit: Audit) -> Table:
     from rich.table import Table
 
     parts = dict(split_credits(audit.data))
+    names = [name for name in COLUMNS if _is_measured(name, audit.data)]
     table = Table(
-        box=SIMPLE_HEAD, padding=(0, 0), caption=_captions(audit), caption_justify="left", title_justify="left"
+        box=SIMPLE_HEAD, padding=(0, 0), min_width=WIDTH, caption=_captions(audit, names), caption_justify="left"
     )
     several = len(parts) > 1
-    names = [name for name in COLUMNS if _is_measured(name, audit.data)]
     for name in names:
         table.add_column(name, justify="left" if name in ("state", "cosine [95 %]") else "right", no_wrap=True)
     for name, data in parts.items():
@@ -161,13 +174,13 @@ def _text(text: str, style: str = "") -> Text:
     return Text(text, style=style)
 
 
-def _captions(audit: Audit) -> Text:
+def _captions(audit: Audit, names: Sequence[str]) -> Text:
     from rich.text import Text
 
     whole = Text()
     for name, verdict in audit.verdicts.items():
         whole.append_text(_caption(name, verdict))
-    return whole.append(LEGEND, style="dim")
+    return whole.append(legend(names), style="dim")
 
 
 def _caption(name: str, verdict: Verdict) -> Text:
@@ -209,7 +222,7 @@ def _checklist(name: str, data: xr.Dataset, verdict: Verdict) -> list[str]:
     found = [f"- {kind}{_escape(line)}" for kind, group in sentences(verdict) for line in group]
     lines += [*(found or ["- no flags"]), ""]
     lines += ["| " + " | ".join(map(_cell, COLUMNS)) + " |", "|" + " --- |" * len(COLUMNS)]
-    return [*lines, *("| " + " | ".join(map(_cell, row)) + " |" for row in rows_or_none(data)), "", LEGEND]
+    return [*lines, *("| " + " | ".join(map(_cell, row)) + " |" for row in rows_or_none(data)), "", legend()]
 
 
 def rows_or_none(data: xr.Dataset) -> list[list[str]]:
@@ -359,7 +372,7 @@ def write_html(audit: Audit, path: Path) -> Path:
         verdict=audit.verdict,
         parts=parts,
         heading=[*COLUMNS],
-        legend=LEGEND,
+        legend=legend(),
         illustrations=_illustrations(audit),
         disclosures=disclosures(audit),
         thresholds=audit.thresholds,

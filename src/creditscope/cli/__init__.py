@@ -22,6 +22,7 @@ COMMANDS = {
     for entry in [
         Entry("demo", "creditscope.cli.demo:Demo", "the whole story on data that ships with the package"),
         Entry("train", "creditscope.cli.train:Train", "one run: a rule, a network, data, a seed, options"),
+        Entry("audit", "creditscope.cli.audit:Audit", "what was learned, layer by layer, and whether to believe it"),
         Entry("list", "creditscope.cli.list:List", "what there is: rules, nets, data"),
         Entry("data fetch", "creditscope.cli.data:Fetch", "download a data set and verify it, or take local files"),
         Entry("data list", "creditscope.cli.data:Listing", "which data sets are there, and where"),
@@ -37,8 +38,8 @@ commands:
 {commands}
 
 `creditscope COMMAND --help` says more of each; --version prints the version.
-exit codes: 0 done (or already done), 1 internal error, 2 usage, 5 diverged, 6 another process has the run,
-130 interrupted"""
+exit codes: 0 done (or already done), 1 internal error, 2 usage, 3 flagged and 4 could not judge (audit alone),
+5 diverged, 6 another process has the run, 130 interrupted"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

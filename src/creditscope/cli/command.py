@@ -22,6 +22,8 @@ class Exit(IntEnum):
     DONE = 0
     INTERNAL = 1
     USAGE = 2
+    FLAGGED = 3
+    UNJUDGED = 4
     DIVERGED = 5
     BUSY = 6
     INTERRUPTED = 130

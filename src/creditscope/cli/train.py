@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from creditscope import config
-from creditscope.cli.command import Command, Exit, columns, flag, say, say_json
+from creditscope.cli.command import Command, Exit, columns, complain, flag, say, say_json
 from creditscope.cli.progress import scores, training
 from creditscope.errors import UsageError
 from creditscope.recipes import Recipe
@@ -75,6 +78,10 @@ class Train(Command):
     """Whether to capture the step in a CUDA graph, on a GPU."""
     compile: bool = False
     """Compile each block's forward."""
+    baselines: bool = False
+    """Train the matched baselines too, in baselines/ below the run's folder: frozen-bp, frozen-rule, shallow."""
+    monitor: bool = False
+    """Run the quick audit along the training, at steps 0, 1, 2, 4, 8, ..., into monitor.jsonl."""
     dry_run: bool = False
     """Train nothing: print the resolved options, the parameters, and an estimate of time and memory."""
 
@@ -83,8 +90,9 @@ class Train(Command):
         plan = self.plan()
         if self.dry_run:
             return self._estimate(plan)
-        with training(plan.out.name, self.epochs) as shown:
-            result = self.fit(plan, out=plan.out, callbacks=[shown.epoch], progress=shown.step)
+        with training(plan.out.name, self.epochs) as shown, warnings_as_lines():
+            more: dict[str, Any] = {"baselines": self.baselines, "monitor": self.monitor}
+            result = self.fit(plan, out=plan.out, callbacks=[shown.epoch], progress=shown.step, **more)
         self._report(result)
         return Exit.DIVERGED if result.status == "diverged" else Exit.DONE
 
@@ -111,11 +119,25 @@ class Train(Command):
         last = {str(name): float(row[-1]) for name, row in result.history.items() if row.dims == ("epoch",)}
         if self.json:
             found = {"status": result.status, "path": str(result.directory), "already_done": result.resumed}
-            say_json(found | {"epoch": int(result.history.epoch[-1]), **_without_nan(last), **result.detail})
+            found |= {"epoch": int(result.history.epoch[-1]), **_without_nan(last), **result.detail}
+            say_json(found | self._extras(result))
             return
         state = f"{result.status} before; nothing was done" if result.resumed else result.status
         say(f"{state}: {scores(last)}" if result.status == "finished" else f"{state}: {_place(result.detail)}")
+        for name, value in self._extras(result).items():
+            say(f"{name.replace('_', ' ')}: {_place(value) or 'none'}")
         say(str(result.directory))
+
+    def _extras(self, result: Result) -> dict[str, dict[str, Any]]:
+        """Return what was asked for beside the training itself."""
+        found: dict[str, dict[str, Any]] = {}
+        if self.baselines:
+            found["baselines"] = {name: round(values[0], 4) for name, values in result.baselines.items()}
+            if result.refused:
+                found["without_an_accuracy"] = result.refused
+        if result.monitor is not None:
+            found["first_fired"] = result.monitor.first_fired
+        return found
 
     def _estimate(self, plan: Plan) -> Exit:
         from creditscope.cli.estimate import estimate
@@ -136,6 +158,17 @@ class Train(Command):
         say()
         say(str(found))
         return Exit.DONE
+
+
+@contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Say what a monitor costs in one line, and not with the place in the source."""
+    from creditscope.auditing.monitor import MonitorWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", MonitorWarning)
+        warnings.showwarning = lambda message, *_, **__: complain(f"creditscope: {message}")
+        yield
 
 
 def require_device(device: str) -> None:
