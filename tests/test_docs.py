@@ -20,6 +20,8 @@ from types import ModuleType
 import pytest
 from markdown_it import MarkdownIt
 
+import creditscope
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -103,6 +105,12 @@ def test_a_page_is_read_as_described(tmp_path):
         "<!-- run -->\n```console\n$ creditscope --version\n```\n"
     )
     assert [block.text for block in wanted(page)] == ["a = 1\n", "assert a\n", "$ creditscope --version\n"]
+
+
+def test_every_public_name_has_its_place_in_the_reference():
+    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\.\. public:: creditscope\.(\w+)$", reference, re.MULTILINE)
+    assert sorted(documented) == sorted(set(creditscope.__all__) - {"__version__"})
 
 
 @pytest.mark.slow
