@@ -86,6 +86,8 @@ def test_exact_credit_is_backprop(case, mode):
 @pytest.mark.parametrize("leaf", [False, True], ids=["", "leaf"])
 @pytest.mark.parametrize(("case", "mode"), MODES)
 def test_any_credit_drives_its_own_segment_and_no_other(case, mode, leaf):
+    if leaf and case.name == "reentrant-inside":
+        pytest.skip("its head has a reentrant checkpoint, through which g_L cannot be taken")
     net, cut, x, y = prepared(case, mode)
     g = torch.Generator().manual_seed(3)
     shapes = cut.settle(x).shapes

@@ -530,6 +530,32 @@ class Checkpointed(Net):
         return (h + f if self.outside else f), None if self.reentrant else f
 
 
+class InnerCheckpoint(nn.Module):
+    """Part of the block is under reentrant checkpointing."""
+
+    def __init__(self):
+        super().__init__()
+        self.f, self.g = Branch(), nn.Linear(D, D)
+
+    def forward(self, h):
+        return self.g(checkpoint(self.f, h, use_reentrant=True))
+
+
+class InnerCheckpoints(Outside):
+    """Blocks and head with reentrant checkpoints in them."""
+
+    def __init__(self):
+        super().__init__(InnerCheckpoint)
+        self.head = nn.Sequential(InnerCheckpoint(), nn.Linear(D, CLASSES))
+
+    def segment(self, l, h, x):
+        f = self.blocks[l].g(self.blocks[l].f(h))
+        return h + f, f
+
+    def rest(self, h, x):
+        return self.head[1](self.head[0].g(self.head[0].f(self.norm(h))))
+
+
 class WritesChain(Net):
     """Blocks that write into their input, no skip."""
 
@@ -1136,6 +1162,7 @@ CASES = [
     Case("checkpointed-outside", lambda: Checkpointed(False, True), "ss", "head", opaque=True),
     Case("reentrant", lambda: Checkpointed(True, False), "cc", "head", opaque=True),
     Case("reentrant-outside", lambda: Checkpointed(True, True), "ss", "head", opaque=True),
+    Case("reentrant-inside", InnerCheckpoints, "ss", "norm", opaque=True),
     Case("writes-chain", WritesChain, "cc"),
     Case("writes-outside", WritesOutside, "ss", "norm"),
     Case("written-behind", WrittenBehind, "ss", "norm"),

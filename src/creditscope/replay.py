@@ -25,6 +25,7 @@ from creditscope.topology import (
     pick_entering,
     pick_input,
     pick_state,
+    repeat_batch,
     replace_tensor,
     tensors_of,
     undisturbed,
@@ -117,8 +118,7 @@ class Replay:
     def _repeat(self, t: Tensor, h: Tensor) -> Tensor:
         """Repeat what belongs to the batch as often as h holds it."""
         batch = self.output.shape[0]
-        same = h.shape[0] == batch or not t.ndim or t.shape[0] != batch
-        return t if same else t.repeat(h.shape[0] // batch, *[1] * (t.ndim - 1))
+        return repeat_batch(t, batch, h.shape[0] // batch)
 
     def _output(self, l: int, h: Tensor) -> Tensor:
         topology = self.cut.topology

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,15 +27,18 @@ from creditscope.topology import (
     Topology,
     branch_of,
     call,
+    copied_buffers,
     copied_input,
     describe,
     find_blocks,
     gradients_of,
+    holds_checkpoint,
     map_inputs,
     pick_entering,
     pick_input,
     pick_state,
     refuse_compiled,
+    repeat_batch,
     replace_tensor,
     undisturbed,
 )
@@ -69,8 +72,9 @@ class Recorder:
     """The hooks of one call. ``local`` cuts the graph at each state; ``exact`` leaves it whole and only listens;
     ``trial`` cuts it to see what depends on what, before it is known where h_L is.
 
-    Hooks stay until the backward pass is over, since activation checkpointing calls the blocks again; such a second
-    call is cut in the same way and recorded nowhere.
+    Hooks stay until the backward pass is over, since activation checkpointing calls the blocks again in it; such a
+    second call is cut in the same way and recorded nowhere. Between the two the hooks rest: a rule may run the network
+    as often as it likes while its tape waits for the credits.
     """
 
     def __init__(
@@ -81,13 +85,15 @@ class Recorder:
         state: StateFn | None,
         copied: frozenset[int] = frozenset(),
         rewritten: frozenset[int] = frozenset(),
+        reentrant: frozenset[int] = frozenset(),
+        recomputes: bool = False,
         mode: Mode = "local",
         leaf: bool = False,
         forwards: dict[str, Callable] | None = None,
         keep_calls: bool = False,
     ):
         self.blocks, self.terminal, self.state, self.mode = blocks, terminal, state, mode
-        self.rewritten = rewritten
+        self.rewritten, self.reentrant, self.recomputes = rewritten, reentrant, recomputes
         self.copied, self.leaf, self.forwards, self.keep_calls = copied, leaf, forwards or {}, keep_calls
         self.depth = len(blocks)
         self.incoming: list[Point] = []
@@ -103,6 +109,7 @@ class Recorder:
         self.marks: dict[int, int] = {}
         self.wants: list[bool] = []
         self.finished = False
+        self.recomputing = False
         self._stack = ExitStack()
 
     def __enter__(self) -> Recorder:
@@ -130,6 +137,8 @@ class Recorder:
         """Make the hook that meets state l where it enters a module."""
 
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            if self.finished and not self.recomputing:
+                return None
             at_head = l == self.depth
             if at_head and not self.finished and (len(self.outputs) < l or len(self.incoming) > l):
                 return None  # a head module that also serves elsewhere
@@ -144,6 +153,8 @@ class Recorder:
         """Make the hook that meets block l's output, which for the last block may be the state h_L itself."""
 
         def hook(module: nn.Module, args: tuple, kwargs: dict, value: Any) -> Any:
+            if self.finished and not self.recomputing:
+                return None
             where = f"what block '{name}' returns"
             out = pick_state(value, self.state, where)
             ends = l == self.depth - 1 and self.terminal is None and self.mode != "trial"
@@ -173,11 +184,22 @@ class Recorder:
         """Record the branch f_l, and its value apart from it where it will be written into."""
         self.branches[l] = replace(point, tensor=point.tensor.clone()) if l in self.rewritten else point
 
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Cut what activation checkpointing computes again inside; in the precision that the forward chose."""
+        self.recomputing = True
+        try:
+            with plain_precision(self.states[-1]):
+                yield
+        finally:
+            self.recomputing = False
+
     def _again(self, l: int, name: str, h: Tensor) -> Tensor:
         """A module called again: by activation checkpointing during the backward pass, or wrongly."""
         if not self.finished:
             raise UsageError(f"block '{name}' is used twice in one forward: its credit would be ambiguous")
-        return h if self.mode == "exact" else h.detach().requires_grad_(self.wants[l])
+        # a reentrant checkpoint hands on a copy of its own, and its gradient is replaced where it arrives
+        return h if self.mode == "exact" or l in self.reentrant else h.detach().requires_grad_(self.wants[l])
 
     def _meet(self, l: int, name: str, h: Tensor, args: tuple, kwargs: dict) -> Tensor:
         """Record state l and return what is fed in its place."""
@@ -209,7 +231,9 @@ class Recorder:
                 assert node is not None
                 self.marks[l] = node._sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
             return fed
-        return h.detach() if l in self.copied else self.states[l]
+        if l in self.copied:
+            return h.detach()
+        return h.detach().requires_grad_() if self.recomputes and torch.is_grad_enabled() else self.states[l]
 
     def _follow(self, l: int, h: Tensor) -> None:
         """Let gradients reach a state that no parameter made, and put it back as it was."""
@@ -224,9 +248,9 @@ class Recorder:
 
         self._stack.callback(put_back)
 
-    def gradients(self, total: Tensor, *, reentrant: bool) -> list[Tensor | None]:
-        """Return the gradient at each state, and write none anywhere (reentrant checkpoints allow no other way)."""
-        if reentrant:
+    def gradients(self, total: Tensor) -> list[Tensor | None]:
+        """Return the gradient at each state; nothing is accumulated, but where a reentrant checkpoint needs it."""
+        if self.recomputes:
             total.backward()
             return self.arrivals
         edges = {l: point.edge for l, point in enumerate(self.incoming) if point.edge is not None}
@@ -353,6 +377,8 @@ class Cut:
             state=self.state,
             copied=self.topology.mutated,
             rewritten=self.topology.rewritten,
+            reentrant=self.topology.reentrant,
+            recomputes=self.topology.recomputes,
             mode=mode,
             leaf=leaf,
             forwards=self.bypasses() if self.bypass else self.forwards,
@@ -382,16 +408,21 @@ class Cut:
             return call(self.network, x)
 
     @contextmanager
-    def tape(self, x: Inputs, y: Any, *, leaf: bool = False) -> Iterator[Tape]:
+    def tape(self, x: Inputs, y: Any, *, leaf: bool = False, replayed: bool = False) -> Iterator[Tape]:
         """Run forward cut at every state; the backward pass belongs inside the context.
 
-        ``leaf`` makes h_L a leaf, so that its exact gradient can be taken through the head alone.
+        ``leaf`` makes h_L a leaf, so that its exact gradient can be taken through the head alone. ``replayed`` keeps
+        what a replay with the same draws needs: the input, which the forward may write into, and the random state.
         """
         self.settle(x)
+        start, own = None, x
+        if replayed:
+            device = next((p.device for p in self.network.parameters()), torch.device("cpu"))
+            start, own = random_state(device), map_inputs(x, torch.Tensor.clone)
         with torch.enable_grad(), self.recorder("local", leaf=leaf) as record:
             output = pick_state(call(self.network, x), None, "the network's output")
             self._check_fired(record)
-            yield Tape(self, record, output, y)
+            yield Tape(self, record, output, y, own, start)
 
     @contextmanager
     def whole(self, x: Inputs) -> Iterator[tuple[Recorder, Tensor]]:
@@ -410,17 +441,17 @@ class Cut:
         """
         topology = self.settle(x)
         # a leaf cannot be written into; a checkpoint wants a graph; what is read early must have one from the start
-        copied = topology.mutated or topology.reentrant or topology.early
+        copied = topology.mutated or topology.recomputes or topology.early
         own = map_inputs(x, copied_input if copied else torch.Tensor.detach)
-        wanted = gradients_of([*self.network.parameters()], bool(topology.early) and not topology.reentrant)
+        wanted = gradients_of([*self.network.parameters()], bool(topology.early) and not topology.recomputes)
         with undisturbed(self.network), wanted, torch.enable_grad(), self.recorder("exact") as record:
             output = pick_state(call(self.network, own), None, "the network's output")
             self._check_fired(record)
             losses = per_example(self.loss, output, y)
             if not losses.requires_grad:
                 raise UsageError("the loss does not depend on any state by autograd, so there is no exact credit")
-            with plain_precision(output):
-                found = record.gradients(losses.sum(), reentrant=topology.reentrant)
+            with record.backward_pass():
+                found = record.gradients(losses.sum())
         both = zip(record.states, found, strict=True)
         gradients = [torch.zeros_like(h) if g is None else g.detach() for h, g in both]
         return Exact(record.states, gradients, output.detach(), losses.detach())
@@ -471,7 +502,8 @@ class Exact:
 
 def plain_precision(tensor: Tensor) -> Any:
     """Switch autocast off: backward passes run in the precision that the forward chose."""
-    return torch.autocast(tensor.device.type, enabled=False)
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _times(tensors: list[Tensor], factor: float | Tensor) -> list[Tensor]:
@@ -488,6 +520,9 @@ class Tape:
     record: Recorder
     output: Tensor
     y: Any
+    x: Inputs
+    start: RandomState | None = None
+    """The random state before the forward pass, where a replay is to draw the same."""
 
     @property
     def states(self) -> list[Tensor]:
@@ -527,9 +562,47 @@ class Tape:
         edge = self.record.incoming[-1].edge
         if not self.output.requires_grad or edge is None:
             return torch.zeros_like(self.states[-1])
-        with plain_precision(self.output):
+        if self.record.recomputes and holds_checkpoint(self.output.grad_fn, edge.node):
+            raise UsageError(
+                "g_L cannot be taken through a reentrant checkpoint in the head: pass it use_reentrant=False"
+            )
+        with self.record.backward_pass():
             (gradient,) = torch.autograd.grad(self.output, [edge], self.errors, retain_graph=True, allow_unused=True)
         return torch.zeros_like(self.states[-1]) if gradient is None else gradient
+
+    @cached_property
+    def replay(self) -> Replay:
+        """The same pass recorded once more, to run the network again from any of its states."""
+        from creditscope.replay import Replay
+
+        with plain_precision(self.output):
+            return Replay.of(self.cut, self.x, self.y, self.start)
+
+    def head(self, h: Tensor) -> Tensor:
+        """Return the outputs with h in place of h_L, for n·B examples n batches one after the other.
+
+        They are differentiable in h alone, and no buffer changes. Where modules that follow each other lead from h_L
+        to the output, these alone are run (in training mode with dropout masks and batch statistics of their own);
+        otherwise the whole forward is replayed, its blocks answering from memory.
+        """
+        topology, network = self.cut.topology, self.cut.network
+        assert topology is not None
+        with gradients_of([*network.parameters()], False):
+            if topology.rest is None:
+                return self.replay.output_at(self.cut.depth, h)
+            h = h.clone() if self.cut.depth in topology.mutated else h
+            for module in map(network.get_submodule, topology.rest):
+                with copied_buffers(module):
+                    h = pick_state(module(h), None, "what a module of the head returns")
+        return h
+
+    def head_losses(self, h: Tensor) -> Tensor:
+        """ℓᵢ with h in place of h_L, (n·B,), as :meth:`head`."""
+        output = self.head(h)
+        losses = per_example(self.cut.loss, output, repeat_batch(self.y, self.batch, len(output) // self.batch))
+        if h.requires_grad and not losses.requires_grad:
+            raise UsageError("the loss does not depend on h_L by autograd, so no credit can come back through the head")
+        return losses
 
     def backward(
         self, credits: Sequence[Tensor | None], scale: float | Tensor, *, branch: Sequence[Tensor] = ()
@@ -567,5 +640,5 @@ class Tape:
             gradients.append((self.errors * factor).to(self.output.dtype))
         self.record.credits = injected
         if roots:
-            with plain_precision(self.output):
+            with self.record.backward_pass():
                 torch.autograd.backward(roots, gradients)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 StateFn = Callable[[Any], Tensor]
 Inputs = Any  # a tensor, a tuple of positional arguments, or a dict of keyword arguments
 Join = Literal["chain", "skip", "between"]
+CHECKPOINT = "CheckpointFunctionBackward"  # the node of torch's reentrant activation checkpointing
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,10 @@ class Topology:
     """States that others read before they enter that module, where a replay cannot put another value in time."""
     hidden: tuple[str, ...]
     """Blocks that add their skip inside and do not expose their branch."""
-    reentrant: bool
-    """Some block runs under reentrant activation checkpointing: its output has no graph of its own."""
+    reentrant: frozenset[int]
+    """Blocks that run under reentrant activation checkpointing: their output has no graph of its own."""
+    recomputes: bool
+    """There is a reentrant checkpoint: it works on what requires a gradient alone, and accumulates every gradient."""
     exact_sum: bool
     """h_{l+1} is block l's output, or h_l plus it and nothing else, for all l."""
     rest: tuple[str, ...] | None
@@ -123,6 +126,16 @@ def map_inputs(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             object.__setattr__(twin, item.name, map_inputs(getattr(value, item.name), change))
         return twin
     return value
+
+
+def repeat_batch(value: Any, batch: int, times: int) -> Any:
+    """Repeat every tensor that has one row an example, so that several batches stand one after the other."""
+
+    def repeat(t: Tensor) -> Tensor:
+        same = times == 1 or not t.ndim or t.shape[0] != batch
+        return t if same else t.repeat(times, *[1] * (t.ndim - 1))
+
+    return map_inputs(value, repeat)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
@@ -225,23 +238,29 @@ def refuse_compiled(network: nn.Module, blocks: dict[str, nn.Module]) -> None:
 
 @contextmanager
 def undisturbed(network: nn.Module) -> Iterator[None]:
-    """Leave buffers and random states as they were, whatever happens inside, which sees copies of the buffers.
+    """Leave buffers and random states as they were, whatever happens inside, which sees copies of the buffers."""
+    devices = {t.device for t in (*network.parameters(), *network.buffers()) if t.is_cuda}
+    with torch.random.fork_rng(devices=[device.index for device in devices]), copied_buffers(network):
+        yield
+
+
+@contextmanager
+def copied_buffers(network: nn.Module) -> Iterator[None]:
+    """Show copies of the buffers to what happens inside.
 
     Copies, and not values written back: a graph made inside can still be differentiated after it, and buffers that a
     module assigns anew are put back as well.
     """
     held = [(module, {**module._buffers}) for module in network.modules() if module._buffers]
     copies = {b: b.clone() for _, buffers in held for b in buffers.values() if b is not None}
-    devices = {t.device for t in (*network.parameters(), *copies) if t.is_cuda}
-    with torch.random.fork_rng(devices=[device.index for device in devices]):
-        try:
-            for module, buffers in held:
-                module._buffers.update({name: None if b is None else copies[b] for name, b in buffers.items()})
-            yield
-        finally:
-            for module, buffers in held:
-                module._buffers.clear()
-                module._buffers.update(buffers)
+    try:
+        for module, buffers in held:
+            module._buffers.update({name: None if b is None else copies[b] for name, b in buffers.items()})
+        yield
+    finally:
+        for module, buffers in held:
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 @contextmanager
@@ -420,6 +439,11 @@ def _nodes(start: Any, stop: set[Any]) -> set[Any]:
     return seen
 
 
+def holds_checkpoint(start: Any, stop: Any = None) -> bool:
+    """Tell whether a reentrant checkpoint lies between a node and another (or its beginnings)."""
+    return any(node.name() == CHECKPOINT for node in _nodes(start, {stop}) - {stop})
+
+
 def _node(point: Any) -> Any:
     """Return the autograd node that made a recorded tensor, None where it has no graph."""
     return point.edge.node if point.edge is not None else None
@@ -461,7 +485,8 @@ def describe(
     states = [*record.states[: len(names)], record.states[-1] if terminal_name else incoming[-1].tensor.detach()]
     _check_batch(states, output, names)
     written = plain.written_terminal if terminal_name else plain.written_last
-    shared, early = _shared(record, incoming, behind, terminal_name)
+    graph = set().union(*(_nodes(_node(point), set()) for point in [*incoming, *record.outputs, *behind]))
+    shared, early = _shared(record, incoming, graph, terminal_name)
     return Topology(
         shapes=tuple(h.shape[1:] for h in states),
         output_shape=output.shape[1:],
@@ -472,13 +497,15 @@ def describe(
         shared=shared,
         early=early,
         hidden=tuple(name for l, name in enumerate(names) if _hides_branch(record, l, name, joins[l])),
-        reentrant=any(point.edge is None for point in record.outputs),
+        reentrant=frozenset(l for l, point in enumerate(record.outputs) if point.edge is None),
+        recomputes=any(node.name() == CHECKPOINT for node in graph),
         exact_sum=not plain.written and all(_is_exact(record, l, incoming[l + 1]) for l in range(len(names))),
         rest=_rest_chain(plain, record, final, terminal_name),
         sections=_sections(network, blocks, _node(incoming[0])),
     )
 
 
+@torch.enable_grad()
 def copied_input(t: Tensor) -> Tensor:
     """Return a copy that may be written into and whose place in the graph can be told."""
     return t.detach().clone().requires_grad_().clone() if t.is_floating_point() else t.clone()
@@ -547,16 +574,14 @@ def _is_constant(node: Any, states: set[Any]) -> bool:
 
 
 def _shared(
-    record: Recorder, incoming: list[Point], behind: list[Point], terminal: str | None
+    record: Recorder, incoming: list[Point], graph: set[Any], terminal: str | None
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Find the states that are read by others than the (detached) module that they enter, and those read before it."""
-    points = [*incoming, *record.outputs, *behind]
-    graph = set().union(*(_nodes(_node(point), set()) for point in points))
     met = {l: point.edge for l, point in enumerate(incoming) if l < len(incoming) - 1 or terminal is not None}
     shared: set[int] = set()
     early: set[int] = set()
     for node in graph:
-        if node.name() == "CheckpointFunctionBackward":  # reentrant checkpointing holds the state that it hands on
+        if node.name() == CHECKPOINT:  # it holds the state that it hands on
             continue
         for l, edge in met.items():
             if edge is None or (edge.node, edge.output_nr) not in node.next_functions:

@@ -56,6 +56,7 @@ def test_normalised_each_way_at_each_end(case, how, drive):
     assert_same(left(net), expected)
 
 
+@CALM
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize(
     "case", [c for c in DETERMINISTIC if c.name not in ("reentrant", "reentrant-outside")], ids=str

@@ -10,7 +10,7 @@ by the batch size happens when the step is applied and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -23,9 +23,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from creditscope.errors import UsageError, unknown
 from creditscope.tape import Cut, LossFn, Point, Recorder, Tape, plain_precision
-from creditscope.topology import Inputs, StateFn, Topology, gradients_of, undisturbed
+from creditscope.topology import Inputs, StateFn, Topology, undisturbed
 
 Feedback = Sequence[Tensor] | Mapping[str, Any]
+EstimatorGradients = list[tuple[nn.Parameter, Tensor]]
 
 
 @dataclass(eq=False)
@@ -39,6 +40,8 @@ class Site:
     group: dist.ProcessGroup | None = None
     step: int = 0
     """Updates of the network so far."""
+    noise: torch.Generator | None = None
+    """The stream of what is drawn at every step, on the network's device; None until a rule asks for one."""
 
     @property
     def topology(self) -> Topology:
@@ -58,6 +61,28 @@ class Site:
             raise UsageError("this rule changes after a fraction of the training: pass training_steps= to attach")
         return at * self.training_steps
 
+    def is_before(self, at: float) -> bool:
+        """Tell whether that fraction of the training is still to come."""
+        return self.step < self.fraction(at)
+
+    def start_noise(self, generator: torch.Generator) -> None:
+        """Begin the stream of per-step noise, seeded by the generator that draws the rule's pathway."""
+        if self.noise is None:
+            self.noise = derived(generator, self.factory["device"])
+
+    def noise_on(self, device: torch.device) -> torch.Generator:
+        """Return the stream of per-step noise, continued on another device where the network has moved there."""
+        assert self.noise is not None
+        if self.noise.device.type != device.type:
+            self.noise = derived(self.noise, device)
+        return self.noise
+
+
+def derived(generator: torch.Generator, device: torch.device) -> torch.Generator:
+    """Return a new generator on a device, seeded by a draw from another."""
+    seed = torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
+    return torch.Generator(device).manual_seed(int(seed))
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -75,6 +100,27 @@ class Injection:
     credits: list[Tensor | None]
     branch: list[Tensor] = field(default_factory=list)
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    estimators: EstimatorGradients = field(default_factory=list)
+    """The gradients of the rule's own estimators, which :func:`accumulate` applies."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a local rule makes of a forward pass: credits, and what its own estimators learn from it."""
+
+    credits: Sequence[Tensor]
+    estimators: EstimatorGradients = field(default_factory=list)
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def accumulate(gradients: EstimatorGradients, scale: float | Tensor) -> None:
+    """.grad += scale × gradient, as a backward pass would."""
+    for parameter, gradient in gradients:
+        if parameter.grad is None:
+            parameter.grad = (gradient * scale).to(parameter.dtype)
+        else:
+            parameter.grad.add_(gradient * scale)
 
 
 @dataclass(frozen=True)
@@ -108,7 +154,20 @@ class Rule:
         """Return what drives each segment on a batch; by default the credits themselves."""
         return Injection([*self.credits(site, pathway, x, y)])
 
+    def prepare(self, site: Site, pathway: nn.Module, x: Inputs, y: Any, scale: float | Tensor) -> dict[str, Tensor]:
+        """Train the rule's own estimators on a batch and nothing else, as while another rule still trains the network.
+
+        Adds scale × their gradients to ``.grad`` and returns named scalars.
+        """
+        return {}
+
     # --- what it says of itself -----------------------------------------------------------------------------------
+
+    def estimator_groups(self, pathway: nn.Module) -> list[dict[str, Any]]:
+        """Return an optimiser's groups for the estimators: undecayed, unscheduled, at the rule's ``estimator_lr``."""
+        own = [*pathway.parameters()]
+        lr = {"lr": getattr(self, "estimator_lr")} if hasattr(self, "estimator_lr") else {}  # noqa: B009
+        return [{"params": own, **lr, "weight_decay": 0.0, "scheduled": False}] if own else []
 
     def frozen(self, site: Site) -> set[str]:
         """Return the names of the parameters that this rule leaves as they are."""
@@ -184,10 +243,23 @@ def check_options(rule: Rule) -> None:
         value, hint = getattr(rule, item.name), hints[item.name]
         if get_origin(hint) is Literal and value not in get_args(hint):
             raise unknown(f"rule.{item.name}", str(value), [str(choice) for choice in get_args(hint)])
-        if hint is float and not (isinstance(value, int | float) and abs(value) < float("inf")):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if hint is float and not (number and abs(value) < float("inf")):
             raise UsageError(f"rule.{item.name} must be a finite number, not {value!r}")
         if hint is int and (not isinstance(value, int) or isinstance(value, bool)):
             raise UsageError(f"rule.{item.name} must be a whole number, not {value!r}")
+
+
+def check_arguments(*, training_steps: Any, loss: Any, state: Any, generator: Any) -> None:
+    """Check what ``attach`` is given beside the network."""
+    if training_steps is not None:
+        whole = isinstance(training_steps, int) and not isinstance(training_steps, bool)
+        require(whole, f"training_steps must be a whole number, not {training_steps!r}")
+        require(training_steps > 0, f"training_steps must be positive, not {training_steps}")
+    for name, value in {"loss": loss, "state": state}.items():
+        require(value is None or callable(value), f"{name} must be a function, not {value!r}")
+    right = generator is None or isinstance(generator, torch.Generator)
+    require(right, f"generator must be a torch.Generator, not {type(generator).__name__}")
 
 
 def require(condition: bool, message: str) -> None:
@@ -236,6 +308,8 @@ class LocalRule(Rule):
 
     needs_terminal_gradient: ClassVar[bool] = False
     """The formula uses g_L, exact through the head: ``tape.terminal_gradient``."""
+    needs_replay: ClassVar[bool] = False
+    """The formula runs the network again from its states: ``tape.replay``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -246,6 +320,14 @@ class LocalRule(Rule):
         """Return a_0..a_L from a forward pass: the formula of the rule."""
         raise NotImplementedError
 
+    def learn(self, site: Site, pathway: nn.Module, tape: Tape) -> Lesson:
+        """Return the credits, and the gradients of the rule's own estimators where it has any: one pass for both."""
+        return Lesson(self.credit(site, pathway, tape))
+
+    def tape(self, site: Site, x: Inputs, y: Any) -> AbstractContextManager[Tape]:
+        """Run the forward pass that the formula needs."""
+        return site.cut.tape(x, y, leaf=self.needs_terminal_gradient, replayed=self.needs_replay)
+
     def credits(self, site: Site, pathway: nn.Module, x: Inputs, y: Any) -> list[Tensor]:
         """Return a_0..a_L for a batch, as the formula gives them (not normalised)."""
         with site.cut.tape(x, y, leaf=self.needs_terminal_gradient) as tape:
@@ -254,22 +336,24 @@ class LocalRule(Rule):
     def injection(self, site: Site, pathway: nn.Module, tape: Tape) -> Injection:
         """Return what drives each segment: the credits, shifted and normalised as the options say, and the penalty."""
         with torch.no_grad(), plain_precision(tape.output):
-            credits = self._checked(self.credit(site, pathway, tape), tape)
+            lesson = self.learn(site, pathway, tape)
+            credits = self._checked(lesson.credits, tape)
             driving = [credits[0], *(credits[k] for k in self.driving_states(site))]
             driven = [normalise(a, self.normalise, self.normalise_floor, site.group) for a in driving]
             branch, metrics = penalise(tape, self.penalty, self.penalty_reduction)
-        return Injection([*driven], branch, metrics)
+        return Injection([*driven], branch, {**lesson.metrics, **metrics}, lesson.estimators)
 
     def drives(self, site: Site, pathway: nn.Module, x: Inputs, y: Any) -> Injection:
         """Return what drives each segment on a batch."""
-        with site.cut.tape(x, y, leaf=self.needs_terminal_gradient) as tape:
+        with self.tape(site, x, y) as tape:
             return self.injection(site, pathway, tape)
 
     def step(self, site: Site, pathway: nn.Module, x: Inputs, y: Any, scale: float | Tensor) -> Outcome:
         """Apply every local update in one backward pass."""
-        with site.cut.tape(x, y, leaf=self.needs_terminal_gradient) as tape:
+        with self.tape(site, x, y) as tape:
             injection = self.injection(site, pathway, tape)
             tape.backward(injection.credits, scale, branch=injection.branch)
+        accumulate(injection.estimators, scale)
         return Outcome(tape.losses.mean(), tape.output.detach(), injection.metrics)
 
     def driving_states(self, site: Site) -> list[int]:
@@ -280,20 +364,31 @@ class LocalRule(Rule):
         for l, name in enumerate(site.cut.blocks):
             require(
                 shapes[l] == shapes[l + 1],
-                f"block '{name}' changes the state's shape from {tuple(shapes[l])} to {tuple(shapes[l + 1])}: it cannot be "
-                "driven by the credit at its input; use drive='output'",
+                f"block '{name}' changes the state's shape from {tuple(shapes[l])} to {tuple(shapes[l + 1])}: it "
+                "cannot be driven by the credit at its input; use drive='output'",
             )
         return list(range(site.cut.depth))
 
     def _checked(self, credits: Sequence[Tensor], tape: Tape) -> list[Tensor]:
         """Credits are shaped like their states."""
-        shapes = [tuple(h.shape) for h in tape.states]
-        given = [tuple(a.shape) for a in credits]
-        require(
-            given == shapes,
-            f"{type(self).__name__} gave credits of shapes {given}; the states have {shapes}",
-        )
-        return list(credits)
+        return check_credits(self, credits, [h.shape for h in tape.states])
+
+
+def check_credits(rule: Rule, credits: Any, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return the credits of a rule as a list, or say what it gave instead of one tensor a state, shaped like it."""
+    name = type(rule).__name__
+    require(
+        isinstance(credits, list | tuple),
+        f"{name} must give a list of {len(shapes)} credits, not {type(credits).__name__}",
+    )
+    wrong = next((a for a in credits if not isinstance(a, Tensor)), None)
+    require(
+        all(isinstance(a, Tensor) for a in credits),
+        f"{name} gave {type(wrong).__name__} for a credit; every state has one",
+    )
+    given, wanted = [tuple(a.shape) for a in credits], [tuple(shape) for shape in shapes]
+    require(given == wanted, f"{name} gave credits of shapes {given}; the states have {wanted}")
+    return [*credits]
 
 
 def penalise(tape: Tape, strength: float, reduction: str) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -302,7 +397,9 @@ def penalise(tape: Tape, strength: float, reduction: str) -> tuple[list[Tensor],
         return [], {}
     branches = [point.tensor.detach() for point in exposed_branches(tape.cut, tape.record)]
     weights = [strength / (1 if reduction == "sum" else f[0].numel()) for f in branches]
-    value = torch.stack([w * f.float().square().sum() / tape.batch for w, f in zip(weights, branches, strict=True)]).sum()
+    value = torch.stack(
+        [w * f.float().square().sum() / tape.batch for w, f in zip(weights, branches, strict=True)]
+    ).sum()
     return [2 * w * f for w, f in zip(weights, branches, strict=True)], {"penalty": value}
 
 
@@ -313,8 +410,8 @@ def exposed_branches(cut: Cut, record: Recorder) -> list[Point]:
     for name, point in zip(cut.blocks, record.branches, strict=True):
         require(
             name not in topology.hidden and point is not None,
-            f"block '{name}' adds its skip inside, so its branch cannot be penalised: let the block return the branch, or "
-            "make the branch a submodule named 'branch'",
+            f"block '{name}' adds its skip inside, so its branch cannot be penalised: let the block return the branch, "
+            "or make the branch a submodule named 'branch'",
         )
     require(not topology.reentrant, "a penalty needs use_reentrant=False in activation checkpointing")
     return [point for point in record.branches if point is not None]
@@ -356,7 +453,7 @@ class Learner(nn.Module):
     ):
         super().__init__()
         require(isinstance(network, nn.Module), f"network must be an nn.Module, not {type(network).__name__}")
-        require(training_steps is None or training_steps > 0, f"training_steps must be positive, not {training_steps}")
+        check_arguments(training_steps=training_steps, loss=loss, state=state, generator=generator)
         parallel = network if isinstance(network, DistributedDataParallel) else None
         inner: nn.Module = parallel.module if parallel is not None else network
         self.rule = rule
@@ -370,9 +467,10 @@ class Learner(nn.Module):
         self._feedback = feedback
         self._outcome: Outcome | None = None
         self._last: tuple[Inputs, Any] | None = None
-        self._version: int | None = None
-        if example is None and callable(getattr(inner, "example", None)) and blocks is None:
-            example = inner.example()
+        self._counted: int | None = None
+        own = getattr(inner, "example", None)
+        if example is None and blocks is None and callable(own):
+            example = own()
         if example is not None:
             self._settle(example)
 
@@ -387,7 +485,7 @@ class Learner(nn.Module):
         """Stand in place of ``loss.backward()``: ``.grad`` += scale × this rule's gradient of the mean loss.
 
         Gradients are added for every trainable parameter of the network and of the rule's own estimators. Returns the
-        unscaled mean loss, detached. Gradient accumulation is ``scale=1/n``; a GradScaler is ``scale=scaler.scale(...)``.
+        unscaled mean loss, detached. Accumulation is ``scale=1/n``; a GradScaler is ``scale=scaler.scale(...)``.
         """
         self._settle(x)
         self._count_update()
@@ -416,7 +514,12 @@ class Learner(nn.Module):
         """Return a_0..a_L, shaped like the states, in the present mode; touches no ``.grad``, buffer or RNG."""
         self._settle(x)
         with self._untouched():
-            return [a.detach() for a in self.rule.credits(self.site, self._path, x, y)]
+            given = self.rule.credits(self.site, self._path, x, y)
+        states = self.cut.depth + 1
+        require(
+            len(given) == states, f"{type(self.rule).__name__} gave {len(given)} credits; there are {states} states"
+        )
+        return [a.detach() for a in given]
 
     def states(self, x: Inputs) -> list[Tensor]:
         """Return h_0..h_L in the present mode; buffers and RNG are put back."""
@@ -479,9 +582,7 @@ class Learner(nn.Module):
 
     def estimator_groups(self) -> list[dict[str, Any]]:
         """Return the groups of the rule's own estimators."""
-        own = [*self._path.parameters()] if self.pathway is not None else []
-        lr = getattr(self.rule, "estimator_lr", None)
-        return [{"params": own, "lr": lr, "weight_decay": 0.0, "scheduled": False}] if own else []
+        return self.rule.estimator_groups(self._path) if self.pathway is not None else []
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the network's and the estimators' parameters; feedback matrices are buffers."""
@@ -500,14 +601,27 @@ class Learner(nn.Module):
 
     def get_extra_state(self) -> dict[str, Tensor]:
         """Return the random stream and the progress, as tensors."""
-        updated = self._version is not None and self._version != self._network_version()
-        return {"generator": self.generator.get_state(), "step": torch.tensor(self.site.step + updated)}
+        updated = self._counted is not None and self._counted != self._network_version()
+        noise = self.site.noise
+        own = {f"noise_{noise.device.type}": noise.get_state()} if noise is not None else {}
+        return {"generator": self.generator.get_state(), "step": torch.tensor(self.site.step + updated), **own}
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
         """Restore the random stream and the progress."""
         self.generator.set_state(state["generator"].cpu())
+        if self.site.noise is not None:
+            noise = self.site.noise_on(self.site.factory["device"])
+            saved = state.get(f"noise_{noise.device.type}")  # the stream of one kind of device means nothing to another
+            if saved is not None:
+                noise.set_state(saved.cpu())
         self.site.step = int(state["step"])
-        self._version = None
+        self._counted = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Count what was updated so far: the parameters of a copy have versions of their own."""
+        if self._counted is not None:
+            self._count_update()
+        return {**self.__dict__, "_counted": None}
 
     def compile(self, **options: Any) -> Learner:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Compile each block's own forward inside the cut (options go to ``torch.compile``), and return the learner.
@@ -532,7 +646,7 @@ class Learner(nn.Module):
         self.cut.settle(x)
         self.rule.driving_states(self.site)
         self.site.example = x
-        self.pathway = self.rule.build(self.site, self.generator, self._feedback)
+        self.pathway = self.rule.build(self.site, self.generator, self._feedback).train(self.training)
         self._feedback = self.site.example = None
 
     def _require_settled(self, what: str, needed: bool = True) -> None:
@@ -549,9 +663,9 @@ class Learner(nn.Module):
     def _count_update(self) -> None:
         """Advance the progress once per change of the network, which a host can see without waiting for a device."""
         version = self._network_version()
-        if self._version is not None and version != self._version:
+        if self._counted is not None and version != self._counted:
             self.site.step += 1
-        self._version = version
+        self._counted = version
 
     def _network_version(self) -> int:
         return sum(p._version for p in self.network.parameters())
@@ -559,20 +673,22 @@ class Learner(nn.Module):
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Leave the progress as it is: for the capture of a step, which does not run it."""
-        step, version = self.site.step, self._version
+        step, version = self.site.step, self._counted
         try:
             yield
         finally:
-            self.site.step, self._version = step, version
+            self.site.step, self._counted = step, version
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
-        stream = self.generator.get_state()
+        streams = [generator for generator in (self.generator, self.site.noise) if generator is not None]
+        before = [generator.get_state() for generator in streams]
         try:
             with undisturbed(self.network):
                 yield
         finally:
-            self.generator.set_state(stream)
+            for generator, state in zip(streams, before, strict=True):
+                generator.set_state(state)
 
     @torch.no_grad()
     def _synchronise(self, parallel: DistributedDataParallel) -> None:

@@ -37,7 +37,7 @@ def measure_coverage(learner: Learner, x: Inputs, y: Any) -> dict[str, str]:
         injection = rule.drives(site, path, x, y)
     maps, opaque = find_maps(site.cut, x)
     generator = torch.Generator().manual_seed(0)
-    weights = [network.get_parameter(name) for name in maps]
+    weights = [network.get_parameter(name) for name in maps if name not in opaque]
     factory = site.factory
     random = {
         w: draw((*w.shape,), w.shape[0], scale=1.0, distribution="normal", generator=generator, factory=factory)

@@ -18,7 +18,15 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from creditscope.errors import UsageError
 from creditscope.tape import Cut
-from creditscope.topology import Inputs, copied_input, gradients_of, map_inputs, tensors_of, undisturbed
+from creditscope.topology import (
+    Inputs,
+    copied_input,
+    gradients_of,
+    holds_checkpoint,
+    map_inputs,
+    tensors_of,
+    undisturbed,
+)
 
 
 class _Linear(torch.autograd.Function):
@@ -32,7 +40,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *deltas: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *deltas: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (delta,) = deltas
         x, feedback = ctx.saved_tensors
         flat = delta.reshape(-1, delta.shape[-1])
@@ -54,7 +62,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *deltas: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *deltas: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (delta,) = deltas
         x, weight, feedback = (t.to(delta.dtype) for t in ctx.saved_tensors)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
@@ -155,8 +163,8 @@ _HARMLESS = {
     "embedding", "embedding_bag", "add", "__add__", "__radd__", "__iadd__", "add_", "sub", "__sub__", "__rsub__",
     "sub_", "__isub__", "mul", "__mul__", "__rmul__", "__imul__", "mul_", "div", "__truediv__", "__rtruediv__", "div_",
     "addcmul", "lerp", "where", "masked_fill", "masked_fill_", "maximum", "minimum", "pow", "__pow__", "prelu", "cat",
-    "concat", "stack", "expand_as", "view_as", "type_as", "copy_", "__setitem__", "__getitem__", "index_select", "gather",
-    "scatter", "layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm",
+    "concat", "stack", "expand_as", "view_as", "type_as", "copy_", "__setitem__", "__getitem__", "index_select",
+    "gather", "scatter", "layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm",
 }  # fmt: skip
 
 # Where a vector of parameters (a query, say) is a map to one number; elsewhere vectors are biases, scales and gates.
@@ -265,26 +273,11 @@ def find_maps(cut: Cut, x: Inputs) -> tuple[list[str], dict[str, str]]:
                     note = lambda m, a, name=name: rerun.append(name)  # noqa: E731
                     stack.callback(module.register_forward_pre_hook(note).remove)
             targets = [t.sum() for t in tensors_of(output) if t.requires_grad]
-            if _is_reentrant(targets):  # allows no gradient that is not accumulated
+            if any(holds_checkpoint(t.grad_fn) for t in targets):  # allows no gradient that is not accumulated
                 rerun += [name.rpartition(".")[0] for name in watch.unrecorded]
             elif targets:  # a pass whose gradients are thrown away: modules that are computed again show themselves
                 torch.autograd.grad(targets, [p for p in parameters.values() if p.requires_grad], allow_unused=True)
     return [name for name in parameters if name in watch.maps], _opaque(watch, parameters, rerun)
-
-
-def _is_reentrant(targets: list[Tensor]) -> bool:
-    """Tell whether a graph holds a reentrant checkpoint."""
-    seen: set[Any] = set()
-    todo: list[Any] = [t.grad_fn for t in targets]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        todo += [following for following, _ in node.next_functions]
-    return False
 
 
 def _opaque(watch: _Watch, parameters: dict[str, nn.Parameter], rerun: list[str]) -> dict[str, str]:

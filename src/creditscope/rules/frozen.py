@@ -29,7 +29,7 @@ class Frozen(Wrapper):
     """As DFA's, for ``stem="dfa"``."""
 
     @cached_property
-    def inner(self) -> Rule:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def inner(self) -> Rule:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The rule that trains the stem."""
         return DFA(normalise=self.normalise, normalise_floor=self.normalise_floor) if self.stem == "dfa" else BP()
 
