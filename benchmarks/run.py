@@ -64,7 +64,7 @@ def batch(device: str, examples: int = BATCH) -> tuple[Tensor, Tensor]:
 
 def plain_step(make: Make, device: str) -> Work:
     net = make().to(device)
-    optimiser = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
+    optimiser = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.01, fused=True, capturable=device == "cuda")
     x, y = batch(device)
 
     def step() -> None:
@@ -77,7 +77,7 @@ def plain_step(make: Make, device: str) -> Work:
 
 def rule_step(make: Make, rule: Rule, device: str) -> Work:
     learner = rule.attach(make().to(device))
-    optimiser = torch.optim.AdamW(learner.param_groups(), fused=True)
+    optimiser = torch.optim.AdamW(learner.param_groups(), fused=True, capturable=device == "cuda")
     x, y = batch(device)
 
     def step() -> None:
@@ -88,17 +88,49 @@ def rule_step(make: Make, rule: Rule, device: str) -> Work:
     return step
 
 
-def step_rows(device: str, rounds: int) -> Iterator[Row]:
+def captured(step: Work) -> Work:
+    """Return a step replayed from a CUDA graph."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(SIDE_STEPS):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+NETS: list[tuple[str, Make, int]] = [("ResMLP(512, 12)", deep, 2), ("MLP 3072-512×4-10", plain_mlp, 3)]
+
+
+def step_rows(rounds: int) -> Iterator[Row]:
     """Yield the rules' steps over those of plain PyTorch."""
-    cpu = device == "cpu"
-    for name, make, column in (("ResMLP(512, 12)", deep, 2), ("MLP 3072-512×4-10", plain_mlp, 3)):
+    for name, make, column in NETS:
         wanted = {row[0]: row for row in TARGETS if row[column] is not None}
-        steps = {"plain": plain_step(make, device)}
-        steps |= {label: rule_step(make, row[1], device) for label, row in wanted.items()}
-        times = interleaved(steps, rounds=rounds, device=device, together=1 if cpu else 20)
+        steps = {"plain": plain_step(make, "cpu")}
+        steps |= {label: rule_step(make, row[1], "cpu") for label, row in wanted.items()}
+        times = interleaved(steps, rounds=rounds)
         for label, row in wanted.items():
-            target = row[column]
-            yield ratio_row(f"{label}, {name}", times[label], times["plain"], target=target, cpu=cpu)
+            yield ratio_row(f"{label}, {name}", times[label], times["plain"], target=row[column])
+
+
+def gpu_step_rows(rounds: int) -> Iterator[Row]:
+    """Yield the rules' steps over those of plain PyTorch, both replayed from graphs, as ``fit`` does, and both eager.
+
+    An eager step of these sizes waits for the host, which launches kernels and runs the rule's Python.
+    """
+    for name, make, column in NETS:
+        wanted = {row[0]: row for row in TARGETS if row[column] is not None}
+        for how in ("graphs", "eager"):
+            steps = {"plain": plain_step(make, "cuda")}
+            steps |= {label: rule_step(make, row[1], "cuda") for label, row in wanted.items()}
+            if how == "graphs":
+                steps = {label: captured(step) for label, step in steps.items()}
+            times = interleaved(steps, rounds=rounds, device="cuda", together=40)
+            for label, row in wanted.items():
+                target = row[column] if how == "graphs" else None
+                yield ratio_row(f"{label}, {name}, {how}", times[label], times["plain"], target=target, cpu=False)
 
 
 # --- an epoch of fit --------------------------------------------------------------------------------------------------
@@ -309,14 +341,14 @@ def _train(rule: Rule, data: Dataset, graph: Any, lr: float) -> Any:
 
 
 def on_cpu(rounds: int) -> Iterator[Row]:
-    yield from step_rows("cpu", rounds)
+    yield from step_rows(rounds)
     yield from fit_rows("cpu", epochs=max(4, rounds // 8), steps=30)
     yield loader_row("cpu")
     yield from import_rows(max(4, rounds // 4))
 
 
 def on_gpu(rounds: int) -> Iterator[Row]:
-    yield from step_rows("cuda", rounds)
+    yield from gpu_step_rows(rounds)
     yield from graph_rows(rounds)
     yield from waiting_rows()
     yield from whole_rows()
