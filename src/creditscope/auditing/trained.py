@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -120,6 +121,17 @@ def about_training(options: Mapping[str, Any], data: Dataset, accuracy: float) -
         "feedback": f"; drawn from the stream (seed {options['seed']}, 'rule')",
         "accuracy": f"{accuracy:.3f} (n = 1 seed)" if math.isfinite(accuracy) else "not known",
     }
+
+
+@contextmanager
+def threads_of(run: RunDirectory) -> Iterator[None]:
+    """Measure with as many threads as the run was trained with: the last bits hang on them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(run.options["threads"])
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # --- put together again -----------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from torch import nn
 
 from creditscope import config
 from creditscope.auditing.result import Audit
-from creditscope.auditing.trained import Scope, Scores, audit_trained, final_accuracy, restore, stored_audit
+from creditscope.auditing.trained import Scope, Scores, audit_trained, final_accuracy, restore, stored_audit, threads_of
 from creditscope.errors import UsageError
-from creditscope.rules.baselines import baselines_of
+from creditscope.rules.baselines import baselines_of, is_baseline
 from creditscope.runs import RunDirectory
 from creditscope.runs.files import write_bytes
 
@@ -81,10 +81,10 @@ def _own_baselines(run: RunDirectory) -> list[Kept]:
 def _scores(kept: Kept, family: list[Kept]) -> Scores:
     """Look for the runs of the same training, and for those of its baselines."""
     own = _by_seed(family, kept.kind())
-    baselines = baselines_of(config.rule_from_dict(kept.options["rule"]))
-    rules = {name: config.to_dict(rule) for name, rule in baselines.items()}
-    if kept.options["rule"] in rules.values():
-        return Scores()  # it is a baseline itself
+    rule = config.rule_from_dict(kept.options["rule"])
+    if is_baseline(rule):
+        return Scores()
+    rules = {name: config.to_dict(baseline) for name, baseline in baselines_of(rule).items()}
     found = {name: _by_seed(family, kept.kind(rule)) for name, rule in rules.items()}
     return Scores([*own.values()], {name: _paired(own, scores) for name, scores in found.items() if scores})
 
@@ -112,7 +112,7 @@ def audit_run(
     there = None if again else stored_audit(folder / "audit.nc", scope, scores, thresholds=thresholds)
     if there is not None and (folder / "audit.html").exists() and thresholds is None:
         return there
-    with RunDirectory.claim(folder, run.options):
+    with RunDirectory.claim(folder, run.options), threads_of(run):
         found = there or audit_trained(restore(run, scope.epoch, make=make), scope, scores, thresholds=thresholds)
         write(found, folder)
     return found

@@ -10,9 +10,10 @@ from creditscope.cli.command import Command, Exit, columns, flag, say, say_json
 
 @dataclass(frozen=True, kw_only=True)
 class Demo(Command):
-    """Train BP, FA and DFA with their baselines on the digits that ship with the package, 3 seeds each, and report.
+    """Train BP, FA and DFA with their baselines on the digits that ship with the package, 3 seeds each; audit; report.
 
-    A run that is there already is not trained again. The last line is the path of the report.
+    A run that is there already is neither trained nor audited again. Each run's folder has its audit.html. The last
+    line is the path of the report. A flag is a finding and no failure: the exit code stays 0.
     """
 
     out: str = flag("runs/demo", value="DIR")
@@ -24,7 +25,8 @@ class Demo(Command):
 
         story = tell(Path(self.out), " ".join(["creditscope demo", *self.arguments()]))
         if self.json:
-            say_json({"report": str(story.report), "table": asdict(story.table), "diverged": story.diverged})
+            found = {"report": str(story.report), "table": asdict(story.table), "diverged": story.diverged}
+            say_json(found | {"verdicts": story.verdicts})
         else:
             say(columns([story.table.heading, *story.table.rows]))
             say(story.table.note)

@@ -12,6 +12,7 @@ from creditscope.cli.command import complain
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from creditscope.auditing.result import Audit
     from creditscope.train import EpochEnd, Result
 
 
@@ -138,6 +139,18 @@ def several(trainings: int, epochs: int) -> Iterator[Series]:
         return
     with _bars() as bars:
         yield Series(trainings, epochs, bars)
+
+
+def auditing(audits: int) -> Callable[[str, Audit], Audit]:
+    """Return what says what each of several audits found, and hands it on."""
+    done = iter(range(1, audits + 1))
+
+    def show(name: str, audit: Audit) -> Audit:
+        verdict = audit.verdict
+        complain(f"{next(done):>2}/{audits} audit of {name}: {' '.join([verdict.status, *verdict.flags])}")
+        return audit
+
+    return show
 
 
 def scores(row: Mapping[str, Any]) -> str:

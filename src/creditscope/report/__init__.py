@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from creditscope.report.audit import AuditPage, CreditPart
-from creditscope.report.page import Illustration, Page
+from creditscope.report.page import Illustration, Judged, Page
 from creditscope.report.tables import Table, accuracies
 
-__all__ = ["AuditPage", "CreditPart", "Illustration", "Page", "Table", "accuracies"]
+__all__ = ["AuditPage", "CreditPart", "Illustration", "Judged", "Page", "Table", "accuracies"]

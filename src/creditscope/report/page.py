@@ -37,6 +37,16 @@ class Illustration:
         return "data:image/svg+xml;base64," + base64.b64encode(self.image("svg")).decode()
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What the audit of a run says, and where all of it stands, from the page's own folder."""
+
+    name: str
+    status: str
+    sentences: tuple[str, ...]
+    link: str
+
+
 # The same figure is the same file, whenever it is drawn.
 _UNDATED: dict[str, dict[str, None]] = {"png": {}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
 
@@ -57,6 +67,8 @@ class Page:
     """The command that gives all of it again."""
     commands: tuple[str, ...]
     """The command of each run."""
+    verdicts: tuple[Judged, ...] = ()
+    """Of the runs that stand for all."""
 
     def html(self) -> str:
         """Return the page as one HTML text."""

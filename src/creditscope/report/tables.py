@@ -21,7 +21,7 @@ class Table:
 
 
 def accuracies(data: xr.Dataset, rules: Mapping[str, str]) -> Table:
-    """Return the test accuracy of the last epoch by rule, beside ``frozen-RULE`` and ``shallow``.
+    """Return the test accuracy of the last epoch by rule, beside ``frozen-RULE``, ``frozen-bp`` and ``shallow``.
 
     ``data`` holds ``test_acc`` (rule, seed, epoch); ``rules`` names the rules to show. The baselines of a rule are how
     far it comes if its blocks never learn, and how far the network comes without them.
@@ -35,11 +35,11 @@ def accuracies(data: xr.Dataset, rules: Mapping[str, str]) -> Table:
     seeds = data.sizes["seed"]
     spread = f"mean ± sample standard deviation (ddof = 1) of {seeds} seeds" if seeds > 1 else "one seed"
     note = f"Test accuracy after epoch {int(data['epoch'][-1])}, {spread}; {data['test_acc'].attrs['n']} test examples."
-    return Table(("rule", "accuracy", "blocks frozen", "no blocks"), rows, note)
+    return Table(("rule", "accuracy", "frozen", "frozen by BP", "no blocks"), rows, note)
 
 
-def _compared(rule: str) -> tuple[str, str, str]:
-    return rule, f"frozen-{rule}", "shallow"
+def _compared(rule: str) -> tuple[str, str, str, str]:
+    return rule, f"frozen-{rule}", "frozen-bp", "shallow"
 
 
 def _mean(values: xr.DataArray) -> str:

@@ -16,3 +16,8 @@ def baselines_of(rule: Rule) -> dict[str, Rule]:
     the two), so both are given and the better one counts.
     """
     return {"frozen-bp": Frozen(stem="bp"), "frozen-rule": LastK(rule, 0), "shallow": Shallow()}
+
+
+def is_baseline(rule: Rule) -> bool:
+    """Tell whether a rule leaves every block as initialised, or has none: it is compared with, and not compared."""
+    return isinstance(rule, Frozen | Shallow) or (isinstance(rule, LastK) and rule.k == 0)
