@@ -87,6 +87,7 @@ class Recorder:
         rewritten: frozenset[int] = frozenset(),
         reentrant: frozenset[int] = frozenset(),
         recomputes: bool = False,
+        shared: frozenset[int] = frozenset(),
         mode: Mode = "local",
         leaf: bool = False,
         forwards: dict[str, Callable] | None = None,
@@ -95,6 +96,7 @@ class Recorder:
         self.blocks, self.terminal, self.state, self.mode = blocks, terminal, state, mode
         self.rewritten, self.reentrant, self.recomputes = rewritten, reentrant, recomputes
         self.copied, self.leaf, self.forwards, self.keep_calls = copied, leaf, forwards or {}, keep_calls
+        self.shared = shared
         self.depth = len(blocks)
         self.incoming: list[Point] = []
         self.states: list[Tensor] = []
@@ -213,11 +215,17 @@ class Recorder:
         if self.keep_calls:
             self.calls.append((args, kwargs, h))
             self.rng.append(random_state(h.device))
-        if h.requires_grad:
+        if h.requires_grad and self._receives(l, followed):
             self._stack.callback(h.register_hook(lambda g: self._arrive(l, g)).remove)
         fed = h if followed else self._cut_off(l, h)
         self.wants.append(fed.requires_grad)
         return fed
+
+    def _receives(self, l: int, followed: bool) -> bool:
+        """Tell whether a gradient can arrive at state l, which was cut off from the module that it enters."""
+        if self.mode == "local":
+            return followed or l in self.shared or l in self.reentrant
+        return self.mode == "exact" and self.recomputes
 
     def _cut_off(self, l: int, h: Tensor) -> Tensor:
         """Return the state without its past; where it is written into, the skip around sees that as it would uncut."""
@@ -358,6 +366,8 @@ class Cut:
         training = self.network.training
         if training not in self.topologies:
             topology = describe(self.network, self.blocks, x, head=self.head, state=self.state)
+            if self.bypass and topology.packed:
+                raise UsageError(f"block '{topology.packed[0]}' returns more than a tensor, so it cannot be left out")
             if self.bypass and topology.shapes[0] != topology.shapes[-1]:
                 raise UsageError(
                     f"without its blocks the network does not fit: h_0 is {tuple(topology.shapes[0])}, the head takes "
@@ -379,6 +389,7 @@ class Cut:
             rewritten=self.topology.rewritten,
             reentrant=self.topology.reentrant,
             recomputes=self.topology.recomputes,
+            shared=self.topology.shared,
             mode=mode,
             leaf=leaf,
             forwards=self.bypasses() if self.bypass else self.forwards,
@@ -400,12 +411,18 @@ class Cut:
 
     def forward(self, x: Inputs) -> Any:
         """Run the network as it is (or without its blocks, for the shallow baseline)."""
+        with self.running(x) as output:
+            return output
+
+    @contextmanager
+    def running(self, x: Inputs) -> Iterator[Any]:
+        """Run the network; the backward pass belongs inside, where checkpoints call what they called in the forward."""
         with ExitStack() as stack:
             if self.bypass:
                 self.settle(x)
             for name, forward in (self.bypasses() if self.bypass else self.forwards).items():
                 stack.enter_context(replaced_forward(self.blocks[name], forward))
-            return call(self.network, x)
+            yield call(self.network, x)
 
     @contextmanager
     def tape(self, x: Inputs, y: Any, *, leaf: bool = False, replayed: bool = False) -> Iterator[Tape]:
