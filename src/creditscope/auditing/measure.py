@@ -175,7 +175,8 @@ def measure_stability(bench: Bench, sheet: Sheet) -> None:
 
 def measure_rank(bench: Bench, sheet: Sheet) -> None:
     """Effective rank of the states."""
-    ranks = [float(effective_rank(h[bench.finite].flatten(1))) for h in bench.exact.states]
+    enough = int(bench.finite.sum()) >= 2
+    ranks = [float(effective_rank(h[bench.finite])) if enough else NAN for h in bench.exact.states]
     sheet.put(
         "effective_rank",
         ranks,
@@ -183,6 +184,7 @@ def measure_rank(bench: Bench, sheet: Sheet) -> None:
         "effective rank of the states",
         n=int(bench.finite.sum()),
         how="exp of spectral entropy",
+        missing="" if enough else "fewer than two examples",
     )
 
 

@@ -141,10 +141,11 @@ def cross_entropy_change(output: Tensor, change: Tensor, y: Tensor) -> Tensor:
     """Δℓ = log Σ_j p_j e^{δ_j} − δ_y, p = softmax(output), δ = change, stable for small and large δ and any p.
 
     With δ' = δ − δ_y the sum is 1 + Σ_{j≠y} p_j expm1(δ'_j), and Δℓ = log1p of the second term: no cancellation
-    with the part of the loss that does not change.
+    with the part of the loss that does not change. Where the change is itself large, the plain sum of exponentials is
+    right, and that form would cancel.
     """
     relative = change - change.gather(1, y[:, None])
     p = torch.softmax(output, 1)
-    small = torch.log1p((p * torch.expm1(relative.clamp_max(30.0))).sum(1))
+    gain = (p * torch.expm1(relative.clamp_max(30.0))).sum(1)
     large = torch.logsumexp(torch.log_softmax(output, 1) + relative, 1)
-    return torch.where(relative.amax(1) > 30.0, large, small)
+    return torch.where((relative.amax(1) > 30.0) | (gain < -0.5), large, torch.log1p(gain.clamp_min(-0.5)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean, variance
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from creditscope.auditing.subject import Claim, Convention, CreditFn, Subject, U
 from creditscope.auditing.thresholds import load_thresholds
 from creditscope.errors import UsageError, unknown
 from creditscope.evaluation import evaluating
-from creditscope.metrics.summary import Resampling, student_t
+from creditscope.metrics.summary import Resampling, student_t, t_quantile
 from creditscope.rules._base import Learner
 from creditscope.tape import LossFn
 from creditscope.topology import Inputs, StateFn
@@ -89,6 +90,8 @@ def audit(
     settings = Settings(tier=tier, probe=probe, directions=directions, epsilon=epsilon, nulls=nulls, seed=seed)
     depth_attrs = depth_utility(accuracies, baselines)
     network = subject.network if isinstance(subject, Learner) else subject
+    if initial is not None:
+        updating.check_initial(network, initial)
     others = [subject._path] if isinstance(subject, Learner) and subject.pathway is not None else []
     if not isinstance(network, nn.Module):
         raise UsageError(f"an audit takes a learner or an nn.Module, not {type(subject).__name__}")
@@ -109,7 +112,7 @@ def _check(tier: str, probe: str, directions: int, epsilon: float, nulls: int) -
     for name, value, low in (("directions", directions, 2), ("nulls", nulls, 2)):
         if not isinstance(value, int) or value < low:
             raise UsageError(f"{name} must be a whole number of at least {low}, not {value!r}")
-    if not 0 < epsilon < math.inf:
+    if not (isinstance(epsilon, int | float) and 0 < epsilon < math.inf):
         raise UsageError(f"epsilon must be a positive number, not {epsilon!r}")
 
 
@@ -156,6 +159,8 @@ def _measured(
         **about_network(bench.cut),
         **depth_attrs,
     }
+    if isinstance(bench.y, Tensor) and not bench.y.is_floating_point():
+        attrs["classes"] = len(bench.y.unique())
     if not bool(finite.all()):
         attrs |= {"not_finite": int((~finite).sum()), "first_not_finite": int((~finite).nonzero()[0])}
     checks: list[Check] = []
@@ -233,8 +238,11 @@ def depth_utility(
     """Return the margin of the accuracies over the best baseline, with Student's t interval, as attributes."""
     if accuracies is None and baselines is None:
         return {}
-    if not accuracies or not baselines or not all(len(values) for values in baselines.values()):
+    if not accuracies or not baselines or not all(baselines.values()):
         raise UsageError("depth utility needs both accuracies= and baselines=, each with one number a seed")
+    for name, values in {"accuracies": accuracies, **baselines}.items():
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            raise UsageError(f"{name} must be a list, one number a seed, not {values!r}")
     known = ("frozen-bp", "frozen-rule", "shallow")
     for name in baselines:
         if name not in known:
@@ -267,8 +275,19 @@ def depth_utility(
 
 
 def _margin_interval(own: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Return Student's t interval of the difference over seeds: paired where the numbers are, else Welch's."""
-    if len(own) == len(other) and len(own) >= 2:
+    """Return Student's t interval of the difference over seeds: paired where each has its match, else Welch's.
+
+    Welch's degrees of freedom are rounded down; NaN where a group has one seed alone.
+    """
+    if min(len(own), len(other)) < 2:
+        return math.nan, math.nan
+    if len(own) == len(other):
         found = student_t(torch.tensor([a - b for a, b in zip(own, other, strict=True)], dtype=torch.float64))
         return float(found.low), float(found.high)
-    return math.nan, math.nan
+    a, b = variance(own) / len(own), variance(other) / len(other)
+    freedom = (
+        (a + b) ** 2 / (a**2 / (len(own) - 1) + b**2 / (len(other) - 1)) if a + b else min(len(own), len(other)) - 1
+    )
+    half = t_quantile(0.975, int(freedom)) * math.sqrt(a + b)
+    middle = mean(own) - mean(other)
+    return middle - half, middle + half

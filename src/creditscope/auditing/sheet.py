@@ -86,7 +86,7 @@ def to_dataset(
         like = next(entry for entry in given if entry is not None)
         arrays = [_missing(like) if entry is None else entry.values for entry in given]
         if labelled:
-            data[name] = (("credit", *like.dims), np.stack(arrays), like.attrs)
+            data[name] = (("credit", *like.dims), np.stack(arrays), _told_apart(list(claims), given))
         else:
             data[name] = (like.dims, arrays[0], like.attrs)
     if labelled:
@@ -107,6 +107,14 @@ def to_dataset(
         )
         data = data.assign_coords(measurement=("measurement", list(seconds)))
     return data
+
+
+def _told_apart(names: Sequence[str], given: Sequence[Entry | None]) -> dict[str, Any]:
+    """Return the attributes that all credits share, and those that differ as ``attribute@credit``."""
+    own = {name: entry.attrs for name, entry in zip(names, given, strict=True) if entry is not None}
+    first = next(iter(own.values()))
+    shared = {key: v for key, v in first.items() if all(attrs.get(key) == v for attrs in own.values())}
+    return shared | {f"{key}@{name}": v for name, attrs in own.items() for key, v in attrs.items() if key not in shared}
 
 
 def _missing(like: Entry) -> np.ndarray:

@@ -18,7 +18,7 @@ from creditscope.errors import UsageError, unknown
 from creditscope.evaluation import evaluating
 from creditscope.rules import REGISTRY
 from creditscope.rules._base import Learner
-from creditscope.tape import Cut, LossFn
+from creditscope.tape import Cut, LossFn, cross_entropy
 from creditscope.topology import Inputs, StateFn, tensors_of
 
 CreditFn = Callable[[Any, Any], Sequence[Tensor | None]]
@@ -275,12 +275,16 @@ def make_subject(
         )
     if learner is not None and any(option is not None for option in (blocks, head, state)):
         raise UsageError("a learner knows its blocks: blocks=, head= and state= are for a bare network")
+    if learner is not None and loss is not None and loss is not learner.cut.loss:
+        raise UsageError("a learner knows its loss: loss= is for a bare network")
+    if credits is not None:
+        _check_claims(credits)
     cut = learner.cut if learner is not None else Cut.of(network, blocks=blocks, head=head, state=state, loss=loss)
     with evaluating(network):
         if learner is not None:
             learner._settle(x)
         topology = cut.settle(x)
-        _check_labels(y, topology.output_shape, cut, loss)
+        _check_labels(y, topology.output_shape, cut)
         probe, _ = cut.states(x)
     shapes = [tuple(h.shape) for h in probe]
     found = Subject(cut, x, y, [], learner=learner, labelled=isinstance(credits, Mapping))
@@ -307,12 +311,25 @@ def _trained(learner: Learner) -> tuple[bool, ...]:
     return tuple(not names or not set(names) <= frozen for names in sections)
 
 
-def _check_labels(y: Any, output_shape: torch.Size, cut: Cut, loss: LossFn | None) -> None:
+def _check_labels(y: Any, output_shape: torch.Size, cut: Cut) -> None:
     """Labels of the default loss are class indices that the output has."""
-    from creditscope.tape import cross_entropy
-
-    if cut.loss is not cross_entropy or not isinstance(y, Tensor) or y.is_floating_point():
+    if cut.loss is not cross_entropy:
         return
+    if not isinstance(y, Tensor) or y.dtype != torch.long or y.ndim != 1:
+        given = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+        raise UsageError(
+            f"labels must be class indices, one an example (torch.int64), not {given}; for another task pass loss=fn"
+        )
     classes = output_shape[0] if len(output_shape) else 0
-    if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
+    if int(y.min()) < 0 or int(y.max()) >= classes:
         raise UsageError(f"labels run from {int(y.min())} to {int(y.max())}, but the network has {classes} outputs")
+
+
+def _check_claims(credits: Any) -> None:
+    """Credits are a function, or several by name."""
+    functions = [*credits.values()] if isinstance(credits, Mapping) else [credits]
+    if not functions:
+        raise UsageError("no credits were given: credits is an empty dict")
+    for function in functions:
+        if not callable(function):
+            raise UsageError(f"credits must be a function (x, y) -> [a_0..a_L], not {type(function).__name__}")

@@ -9,6 +9,8 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from creditscope.errors import MissingError, UsageError, unknown
 
 FORMAT, VERSION = "creditscope.thresholds", 1
@@ -55,7 +57,7 @@ def _read(path: Path, shipped: Thresholds | None = None) -> dict[str, Threshold]
         table = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is no TOML: {error}") from error
-    if table.pop("format", FORMAT) != FORMAT or table.pop("version", VERSION) > VERSION:
+    if table.pop("format", FORMAT) != FORMAT or table.pop("version", VERSION) not in range(1, VERSION + 1):
         raise UsageError(f"{path} holds no thresholds that this version reads")
     return {name: _threshold(path, name, entry, shipped) for name, entry in table.items()}
 
@@ -65,7 +67,7 @@ def _threshold(path: Path, name: str, entry: Any, shipped: Thresholds | None) ->
         raise unknown(f"threshold in {path}", name, shipped)
     fields = {"value": entry} if not isinstance(entry, dict) else dict(entry)
     value = fields.get("value")
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise UsageError(f"{path}: {name}.value must be a number, not {value!r}")
     known = [item.name for item in dataclass_fields(Threshold)]
     for key in fields:
@@ -73,6 +75,9 @@ def _threshold(path: Path, name: str, entry: Any, shipped: Thresholds | None) ->
             raise unknown(f"entry of {name} in {path}", key, known)
     if shipped is None:
         return Threshold(**fields)
+    for key in ("flag", "above"):  # what a figure means is not for a file to change
+        if fields.get(key, getattr(shipped[name], key)) != getattr(shipped[name], key):
+            raise UsageError(f"{path}: {name}.{key} is {getattr(shipped[name], key)!r} and cannot be {fields[key]!r}")
     return replace(shipped[name], **{"evidence": f"from {path.name}", **fields})
 
 
@@ -115,7 +120,7 @@ FIGURES = {
 
 def figure(data: Any, name: str, above: bool) -> float:
     """Return the figure of one audit that a threshold judges: the worst over layers."""
-    values = data[FIGURES[name]].values
+    values = data[FIGURES[name]].values if FIGURES[name] in data else np.empty(0)
     finite = values[values == values]
     if finite.size == 0:
         return float("nan")

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from creditscope.auditing.bench import Bench
 from creditscope.auditing.measure import NAN
 from creditscope.auditing.sheet import Sheet
 from creditscope.auditing.subject import Claim, preserved
+from creditscope.errors import UsageError
 from creditscope.evaluation import evaluating
 from creditscope.metrics.alignment import cosine, norm_ratio
 from creditscope.metrics.drift import relative_drift
@@ -86,6 +87,21 @@ def _cosine(a: Tensor, g: Tensor) -> float:
 
 def _ratio(a: Tensor, g: Tensor) -> float:
     return float(norm_ratio(a.reshape(1, -1), g.reshape(1, -1)))
+
+
+def check_initial(network: nn.Module, initial: Mapping[str, Tensor]) -> None:
+    """An initial state is a state dict of this network."""
+    parameters = dict(network.named_parameters())
+    if not isinstance(initial, Mapping) or not initial.keys() & parameters.keys():
+        raise UsageError(
+            "initial= holds no parameter of the network: pass the network's state_dict() at initialisation"
+        )
+    for name in initial.keys() & parameters.keys():
+        if initial[name].shape != parameters[name].shape:
+            raise UsageError(
+                f"initial['{name}'] has the shape {tuple(initial[name].shape)}, the parameter "
+                f"{tuple(parameters[name].shape)}"
+            )
 
 
 def measure_drift(bench: Bench, initial: Mapping[str, Tensor] | None, sheet: Sheet) -> None:

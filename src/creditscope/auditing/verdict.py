@@ -99,6 +99,8 @@ class Judge:
         n = int(self.data.attrs["n"])
         if self.thresholds["examples"].crossed(n):
             self._flag("too-few-examples", f"{n} examples ({self._against('examples')})")
+        if self.data.attrs.get("classes") == 1:
+            self.unmeasured["classes"] = "the evaluation set holds one class alone: nothing is said of the others"
 
     def _reference(self) -> None:
         broken = int(self.data.attrs.get("not_finite", 0))
@@ -248,7 +250,13 @@ def split_credits(data: xr.Dataset) -> Iterator[tuple[str, xr.Dataset]]:
         else [str(data.attrs.get("credit", "credit"))]
     )
     for name in names:
-        own = data.sel(credit=name) if "credit" in data.dims else data
-        attrs: dict[str, Any] = {k: v for k, v in data.attrs.items() if "@" not in k}
-        attrs |= {k.partition("@")[0]: v for k, v in data.attrs.items() if k.endswith(f"@{name}")}
-        yield name, own.assign_attrs(attrs)
+        own = (data.sel(credit=name, drop=True) if "credit" in data.dims else data).copy()
+        for holder in (own, *own.variables.values()):
+            holder.attrs = _own_attributes(holder.attrs, name)
+        yield name, own
+
+
+def _own_attributes(attrs: Mapping[Any, Any], name: str) -> dict[Any, Any]:
+    """Return the attributes that all credits share, and those of one, without its name."""
+    own = {k.removesuffix(f"@{name}"): v for k, v in attrs.items() if str(k).endswith(f"@{name}")}
+    return {k: v for k, v in attrs.items() if "@" not in str(k)} | own
