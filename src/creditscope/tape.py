@@ -399,11 +399,12 @@ class Cut:
     def bypasses(self) -> dict[str, Callable]:
         """Return forwards that leave the blocks out: zero for a branch, the state itself for a whole block."""
         assert self.topology is not None
+        wanted = bool(self.topology.reentrant)  # a reentrant checkpoint asks for an output that requires a gradient
 
         def without(join: str) -> Callable:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 h = pick_input(args, kwargs, self.state, "what enters a block")
-                return torch.zeros_like(h) if join == "skip" else h
+                return torch.zeros_like(h, requires_grad=wanted and h.requires_grad) if join == "skip" else h
 
             return forward
 

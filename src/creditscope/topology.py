@@ -52,6 +52,8 @@ class Topology:
     """States that others read before they enter that module, where a replay cannot put another value in time."""
     hidden: tuple[str, ...]
     """Blocks that add their skip inside and do not expose their branch."""
+    packed: tuple[str, ...]
+    """Blocks that return a tuple or the like, with their state in it."""
     reentrant: frozenset[int]
     """Blocks that run under reentrant activation checkpointing: their output has no graph of its own."""
     recomputes: bool
@@ -299,6 +301,8 @@ class _Plain:
     """Blocks whose state was written into after it had entered them."""
     rewritten: frozenset[int]
     """Blocks whose branch was."""
+    packed: frozenset[int]
+    """Blocks that return more than a tensor."""
     written_last: bool
     """Whether the last block's output was written into afterwards."""
     written_terminal: bool
@@ -317,6 +321,7 @@ class _Plainly:
         self.order: list[str] = []
         self.entered: list[tuple[Tensor, int]] = []
         self.branches: dict[int, tuple[Tensor, int]] = {}
+        self.packed: set[int] = set()
         self.last: tuple[Tensor, int] | None = None
         self.terminal: tuple[str, Tensor, int] | None = None
         self.calls: list[_Call] = []
@@ -334,6 +339,7 @@ class _Plainly:
             Point.at(output),
             written,
             frozenset(l for l, seen in self.branches.items() if _is_written(seen)),
+            frozenset(self.packed),
             last is not None and _is_written(last),
             terminal is not None and _is_written(terminal[1:]),
             terminal[0] if terminal else None,
@@ -366,6 +372,8 @@ class _Plainly:
     def _leaving(self, name: str) -> Callable[..., None]:
         def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             out = pick_state(output, self.state, f"what block '{name}' returns")
+            if output is not out:
+                self.packed.add(len(self.order) - 1)
             if len(self.order) == len(self.blocks):
                 self.last = (out, out._version)
 
@@ -497,6 +505,7 @@ def describe(
         shared=shared,
         early=early,
         hidden=tuple(name for l, name in enumerate(names) if _hides_branch(record, l, name, joins[l])),
+        packed=tuple(name for l, name in enumerate(names) if l in plain.packed),
         reentrant=frozenset(l for l, point in enumerate(record.outputs) if point.edge is None),
         recomputes=any(node.name() == CHECKPOINT for node in graph),
         exact_sum=not plain.written and all(_is_exact(record, l, incoming[l + 1]) for l in range(len(names))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,21 +26,25 @@ def whole_step(
 ) -> Outcome:
     """Run the network uncut and add the gradient of scale × (mean loss + λ·mean Σ_l ‖f_l‖²) to ``.grad``."""
     cut = site.cut
-    with torch.enable_grad(), mode or nullcontext():
-        if penalty == 0:
-            output = pick_state(cut.forward(x), None, "the network's output")
-            losses, value, metrics = per_example(cut.loss, output, y), None, {}
-        else:
-            with cut.whole(x) as (record, output):
+    with torch.enable_grad(), ExitStack() as run:
+        with mode or nullcontext():
+            if penalty == 0:
+                output = pick_state(run.enter_context(cut.running(x)), None, "the network's output")
+                losses, value, metrics = per_example(cut.loss, output, y), None, {}
+            else:
+                record, output = run.enter_context(cut.whole(x))
                 losses = per_example(cut.loss, output, y)
                 terms = [point.tensor.square() for point in exposed_branches(cut, record)]
                 means = [f.sum() / (f.shape[0] * (1 if reduction == "sum" else f[0].numel())) for f in terms]
                 value = penalty * torch.stack(means).sum()
                 metrics = {"penalty": value.detach()}
-        total = losses.mean() if value is None else losses.mean() + value
-        scaled = total * scale  # a product on the device: a float made into a tensor there would be waited for
-    with plain_precision(output):
-        scaled.backward()
+            total = losses.mean() if value is None else losses.mean() + value
+            scaled = total * scale  # a product on the device: a float made into a tensor there would be waited for
+        trained = any(p.requires_grad for p in cut.network.parameters())
+        require(scaled.requires_grad or not trained, "the loss does not depend on any trainable parameter by autograd")
+        if scaled.requires_grad:
+            with plain_precision(output):
+                scaled.backward()
     return Outcome(losses.detach().mean(), output.detach(), metrics)
 
 
