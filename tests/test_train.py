@@ -59,6 +59,8 @@ def own_loop(network, rule, data, *, epochs=3, seed=1, batch=10, optimiser=None,
             learner.backward(x, y)
             optimiser.step()
         schedule.step()
+        for group in optimiser.param_groups:
+            group["lr"] = group["lr"] if group["scheduled"] else group["initial_lr"]
     return learner
 
 
@@ -72,6 +74,9 @@ RULES = {
     "last-k": cs.rules.LastK(cs.rules.DFA(), 1),
     "blend": cs.rules.Blend(cs.rules.DFA(), cs.rules.BP(), 0.3),
     "handover": cs.rules.Handover(cs.rules.DFA(), cs.rules.FA(), at=0.5),
+    "state-bridge": cs.rules.StateBridge(hidden=8),
+    "credit-bridge": cs.rules.CreditBridge(hidden=8, warmup=0.3),
+    "vector-field": cs.rules.VectorField(hidden=8),
 }
 
 
@@ -694,6 +699,18 @@ def test_interrupted_at_every_step(tmp_path, undisturbed):
             interrupted += 1
     assert interrupted == 15
     assert_same_run(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.parametrize("name", ["state-bridge", "credit-bridge", "vector-field"])
+def test_estimators_go_on_where_they_were(tmp_path, name):
+    """Their noise, their average and the network's warm-up among it."""
+    fit(rule=RULES[name], out=tmp_path / "whole")
+    for step in (2, 4, 5):  # in the warm-up, across its end, at the end of an epoch
+        with pytest.raises(KeyboardInterrupt):
+            fit(rule=RULES[name], out=tmp_path / "run", progress=at_step(step, raise_signal))
+    result = fit(rule=RULES[name], out=tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert {"estimator_loss"} <= {str(key) for key in result.history}
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2])

@@ -308,6 +308,9 @@ class _Graph:
     def _capture(self, x: Tensor, y: Tensor) -> None:
         """Capture one step (which does not run it), or keep what stands in the way."""
         graph, static_x, static_y = torch.cuda.CUDAGraph(), x.clone(), y.clone()
+        noise = self._stepper.learner.site.noise
+        if noise is not None:
+            graph.register_generator_state(noise)
         self._stepper.optimiser.zero_grad(set_to_none=True)
         try:
             with self._stepper.learner.uncounted(), torch.cuda.graph(graph):

@@ -14,7 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from creditscope.errors import UsageError
-from creditscope.rules import BP, DFA, FA, Blend, Frozen, Handover, LastK, LocalRule, Rule, Shallow
+from creditscope.rules import (
+    BP,
+    DFA,
+    FA,
+    Blend,
+    CreditBridge,
+    Frozen,
+    Handover,
+    LastK,
+    LocalRule,
+    Rule,
+    Shallow,
+    StateBridge,
+    VectorField,
+)
 from tests.oracles import assert_close, assert_same, backprop, exact, left, loss_of, plain_output, untouched
 from tests.rules.bench import CALM, SEVERAL, attached
 from tests.zoo import BY_NAME, CASES, Outside, cast
@@ -37,6 +51,12 @@ RULES: dict[str, Rule] = {
     "blend-weights": Blend(FA(), LastK(DFA(), 1)),
     "handover": Handover(DFA(), BP(), 0.2),
     "handover-blend": Handover(LastK(Blend(BP(), FA()), 1), Handover(FA(level="block"), DFA(), 0.6), 0.2),
+    "state-bridge": StateBridge(hidden=8),
+    "credit-bridge": CreditBridge(hidden=8, warmup=0.4),
+    "vector-field": VectorField(hidden=8, estimator_lr=0.03),
+    "last-1-learned": LastK(StateBridge(hidden=8), 1),
+    "blend-learned": Blend(DFA(), CreditBridge(hidden=8)),
+    "handover-learned": Handover(StateBridge(hidden=8), Blend(BP(), VectorField(hidden=8)), 0.4),
 }
 NAMED = [pytest.param(rule, id=name) for name, rule in RULES.items()]
 OUTSIDE = BY_NAME["outside"]

@@ -12,6 +12,9 @@ REGISTRY = Registry(
         Entry("bp", "creditscope.rules.bp:BP", "backpropagation: the exact gradient, in the same code path"),
         Entry("fa", "creditscope.rules.fa:FA", "feedback alignment: fixed random backward matrices, by weight or by block"),
         Entry("dfa", "creditscope.rules.dfa:DFA", "direct feedback alignment: the output error through a fixed random matrix"),
+        Entry("state-bridge", "creditscope.rules.state_bridge:StateBridge", "learned: loss of a predicted last state"),
+        Entry("credit-bridge", "creditscope.rules.credit_bridge:CreditBridge", "learned: the gradient of a value net"),
+        Entry("vector-field", "creditscope.rules.vector_field:VectorField", "learned: credit fitted to true loss changes"),
         Entry("frozen", "creditscope.rules.frozen:Frozen", "baseline: blocks stay as initialised, stem and head train"),
         Entry("shallow", "creditscope.rules.shallow:Shallow", "baseline: the head on the stem alone, no blocks"),
         Entry("last-k", "creditscope.rules.lastk:LastK", "wrapper: the first L - k blocks frozen, the rest by a rule"),
@@ -24,15 +27,34 @@ if TYPE_CHECKING:
     from creditscope.rules._base import Learner, LocalRule, Rule
     from creditscope.rules.blend import Blend
     from creditscope.rules.bp import BP
+    from creditscope.rules.credit_bridge import CreditBridge
     from creditscope.rules.dfa import DFA
     from creditscope.rules.fa import FA
     from creditscope.rules.frozen import Frozen
     from creditscope.rules.handover import Handover
     from creditscope.rules.lastk import LastK
     from creditscope.rules.shallow import Shallow
+    from creditscope.rules.state_bridge import StateBridge
+    from creditscope.rules.vector_field import VectorField
 
 _BASE = ("Learner", "LocalRule", "Rule")
-__all__ = ["BP", "DFA", "FA", "REGISTRY", "Blend", "Frozen", "Handover", "LastK", "Learner", "LocalRule", "Rule", "Shallow"]
+__all__ = [
+    "BP",
+    "DFA",
+    "FA",
+    "REGISTRY",
+    "Blend",
+    "CreditBridge",
+    "Frozen",
+    "Handover",
+    "LastK",
+    "Learner",
+    "LocalRule",
+    "Rule",
+    "Shallow",
+    "StateBridge",
+    "VectorField",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from creditscope.rules._base import Feedback, Injection, LocalRule, Outcome, Rule, Site, require
+from creditscope.rules._base import Feedback, Injection, LocalRule, Outcome, Rule, Site, accumulate, require
 from creditscope.topology import Inputs, undisturbed
 
 
@@ -53,6 +53,17 @@ class Pair(Rule):
                 for name, rule in (("first", self.first), ("second", self.second))
             }
         )
+
+    def prepare(self, site: Site, pathway: nn.Module, x: Inputs, y: Any, scale: float | Tensor) -> dict[str, Tensor]:
+        """Train the estimators of both."""
+        first = self.first.prepare(site, pathway.get_submodule("first"), x, y, scale)
+        second = self.second.prepare(site, pathway.get_submodule("second"), x, y, scale)
+        return {**_named("first", first), **_named("second", second)}
+
+    def estimator_groups(self, pathway: nn.Module) -> list[dict[str, Any]]:
+        """Return the groups of both, each at its own rate."""
+        first, second = pathway.get_submodule("first"), pathway.get_submodule("second")
+        return self.first.estimator_groups(first) + self.second.estimator_groups(second)
 
     def frozen(self, site: Site) -> set[str]:
         """Return what both leave alone."""
@@ -131,13 +142,14 @@ class Blend(Pair):
         self, site: Site, pathway: nn.Module, x: Inputs, y: Any, scale: float | Tensor, rules: list[LocalRule]
     ) -> Outcome:
         leaf = any(rule.needs_terminal_gradient for rule in rules)
-        with site.cut.tape(x, y, leaf=leaf) as tape:
+        with site.cut.tape(x, y, leaf=leaf, replayed=any(rule.needs_replay for rule in rules)) as tape:
             parts = [
                 (name, rule.injection(site, pathway.get_submodule(name), tape), weight)
                 for (name, _, weight), rule in zip(self._parts, rules, strict=True)
             ]
             joint = _sum(parts)
             tape.backward(joint.credits, scale, branch=joint.branch)
+        accumulate(joint.estimators, scale)
         return Outcome(tape.losses.mean(), tape.output.detach(), joint.metrics)
 
     def capture_obstacle(self, site: Site) -> str | None:
@@ -164,4 +176,5 @@ def _sum(parts: list[tuple[str, Injection, float]]) -> Injection:
     penalised = [(part.branch, weight) for _, part, weight in parts if part.branch]
     branch = [sum(weight * terms[l] for terms, weight in penalised) for l in range(len(credits) - 1)] if penalised else []
     metrics = {key: value for name, part, _ in parts for key, value in _named(name, part.metrics).items()}
-    return Injection(credits, branch, metrics)  # pyright: ignore[reportArgumentType]
+    estimators = [pair for _, part, _ in parts for pair in part.estimators]  # which learn alike whatever the weights
+    return Injection(credits, branch, metrics, estimators)  # pyright: ignore[reportArgumentType]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from creditscope.rules._base import Feedback, Injection, Outcome, Rule, Site, require
 from creditscope.rules.blend import Pair
-from creditscope.topology import Inputs
+from creditscope.topology import Inputs, undisturbed
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Handover(Pair):
     """``first`` for the first ``at`` × training_steps updates, ``second`` from then on.
 
     An update is a change of the network's parameters between two calls of ``backward``, so gradient accumulation
-    counts once. The progress is saved with the learner.
+    counts once. The progress is saved with the learner. Where the second rule has estimators they learn from the
+    beginning, in a pass of their own while the first rule trains the network.
     """
 
     at: float = 0.2
@@ -35,7 +36,7 @@ class Handover(Pair):
 
     def active(self, site: Site) -> tuple[str, Rule]:
         """Return the rule whose turn it is, and its name."""
-        return ("first", self.first) if site.step < site.fraction(self.at) else ("second", self.second)
+        return ("first", self.first) if site.is_before(self.at) else ("second", self.second)
 
     def credits(self, site: Site, pathway: nn.Module, x: Inputs, y: Any) -> list[Tensor]:
         """Return the active rule's credits."""
@@ -48,9 +49,15 @@ class Handover(Pair):
         return rule.drives(site, pathway.get_submodule(name), x, y)
 
     def step(self, site: Site, pathway: nn.Module, x: Inputs, y: Any, scale: float | Tensor) -> Outcome:
-        """Take the active rule's step."""
+        """Take the active rule's step; meanwhile the second rule's estimators learn for their turn."""
         name, rule = self.active(site)
-        return rule.step(site, pathway.get_submodule(name), x, y, scale)
+        if name == "second" or not self.second.has_estimators:
+            return rule.step(site, pathway.get_submodule(name), x, y, scale)
+        with undisturbed(site.cut.network):
+            learned = self.second.prepare(site, pathway.get_submodule("second"), x, y, scale)
+        outcome = rule.step(site, pathway.get_submodule(name), x, y, scale)
+        ahead = {f"second_{key}" if key in outcome.metrics else key: value for key, value in learned.items()}
+        return replace(outcome, metrics={**outcome.metrics, **ahead})
 
     def frozen(self, site: Site) -> set[str]:
         """As the active rule."""
@@ -69,3 +76,8 @@ class Handover(Pair):
     def phase(self, site: Site) -> tuple[int, ...]:
         """Which rule is active."""
         return (int(self.active(site)[0] == "second"), *super().phase(site))
+
+    def capture_obstacle(self, site: Site) -> str | None:
+        """A second pass rewinds the random state, which a graph cannot."""
+        aside = "estimators that learn before their rule's turn, in a pass of their own"
+        return super().capture_obstacle(site) or (aside if self.second.has_estimators else None)

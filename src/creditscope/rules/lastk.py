@@ -54,6 +54,14 @@ class Wrapper(Rule):
         with gradients_of([parameters[name] for name in sorted(self.frozen(site))], False):
             return self.inner.step(site, pathway, x, y, scale)
 
+    def prepare(self, site: Site, pathway: nn.Module, x: Inputs, y: Any, scale: float | Tensor) -> dict[str, Tensor]:
+        """Train the inner rule's estimators."""
+        return self.inner.prepare(site, pathway, x, y, scale)
+
+    def estimator_groups(self, pathway: nn.Module) -> list[dict[str, Any]]:
+        """As the inner rule."""
+        return self.inner.estimator_groups(pathway)
+
     def frozen(self, site: Site) -> set[str]:
         """As the inner rule."""
         return self.inner.frozen(site)
