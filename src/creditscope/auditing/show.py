@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ETA = 0.003
 MISSING = "–"
+NAME = 22
 WIDTH = 90
 """Of a table at least, so that the sentences below it have room; at most 100 where all is measured."""
 COLOURS = {"passed": "green", "flagged": "yellow", "cannot judge": "red"}
@@ -38,7 +39,7 @@ def number(value: float, digits: int = 3) -> str:
     """
     if value != value:
         return MISSING
-    if value == 0 or 1e-2 <= abs(value) < 1e4:
+    if abs(value) == float("inf") or value == 0 or 1e-2 <= abs(value) < 1e4:
         return f"{value:.{digits}g}" if abs(value) >= 1 else f"{value:.3f}"
     mantissa, _, exponent = f"{value:.1e}".partition("e")
     return f"{mantissa}e{int(exponent)}"
@@ -140,11 +141,16 @@ def as_table(audit: Audit) -> Table:
         table.add_column(name, justify="left" if name in ("state", "cosine [95 %]") else "right", no_wrap=True)
     for name, data in parts.items():
         if several:
-            table.add_row(_text(name, "bold"), *[""] * (len(names) - 1))
+            table.add_row("", _text(_brief(name), "bold"), *[""] * (len(names) - 2))
         for row in _shown(data, names):
             table.add_row(*row)
         table.add_section()
     return table
+
+
+def _brief(name: str) -> str:
+    """The whole name stands below, with the verdict; here it shall not make the column wider."""
+    return name if len(name) <= NAME else name[: NAME - 1] + "…"
 
 
 def _shown(data: xr.Dataset, names: Sequence[str]) -> list[list[str]]:
