@@ -68,6 +68,7 @@ class StateBridge(LearnedRule):
         """Return the credits and the predictions, (L, B, d)."""
         states, last = tape.states, tape.states[-1]
         with torch.enable_grad(), plain_precision(tape.output):
+            exact = terminal_gradient(tape)  # first: where no gradient can come through the head, it says why
             error = condition_of(tape, "error", net)
             batches = stacked(states, range(len(states) - 1), net)
             given = [batch.h.requires_grad_() for batch in batches]
@@ -78,7 +79,7 @@ class StateBridge(LearnedRule):
             )
             losses = tape.head_losses(predicted.reshape(-1, *last.shape[1:]))
             gradients = torch.autograd.grad(losses.sum(), given, retain_graph=learning)
-        return [*shaped(by_layer(batches, gradients), states), terminal_gradient(tape)], predicted
+        return [*shaped(by_layer(batches, gradients), states), exact], predicted
 
     def exact_states(self, site: Site) -> set[int]:
         """a_L."""
