@@ -15,6 +15,7 @@ REGISTRY = Registry(
         Entry("state-bridge", "creditscope.rules.state_bridge:StateBridge", "learned: loss of a predicted last state"),
         Entry("credit-bridge", "creditscope.rules.credit_bridge:CreditBridge", "learned: the gradient of a value net"),
         Entry("vector-field", "creditscope.rules.vector_field:VectorField", "learned: credit fitted to true loss changes"),
+        Entry("ep", "creditscope.rules.ep:EP", "equilibrium propagation: the prediction errors of nudged states"),
         Entry("frozen", "creditscope.rules.frozen:Frozen", "baseline: blocks stay as initialised, stem and head train"),
         Entry("shallow", "creditscope.rules.shallow:Shallow", "baseline: the head on the stem alone, no blocks"),
         Entry("last-k", "creditscope.rules.lastk:LastK", "wrapper: the first L - k blocks frozen, the rest by a rule"),
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from creditscope.rules.bp import BP
     from creditscope.rules.credit_bridge import CreditBridge
     from creditscope.rules.dfa import DFA
+    from creditscope.rules.ep import EP
     from creditscope.rules.fa import FA
     from creditscope.rules.frozen import Frozen
     from creditscope.rules.handover import Handover
@@ -41,6 +43,7 @@ _BASE = ("Learner", "LocalRule", "Rule")
 __all__ = [
     "BP",
     "DFA",
+    "EP",
     "FA",
     "REGISTRY",
     "Blend",
