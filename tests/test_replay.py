@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from creditscope.errors import UsageError
+from creditscope.tape import Cut
 from tests.oracles import assert_close, exact, tail, untouched
 from tests.test_tape import CALM, MODES, prepared, same_draws
-from tests.zoo import CASES, cast
+from tests.zoo import BATCH, BY_NAME, CASES, TOKENS, D, cast
 
 pytestmark = CALM
 EARLY = {"several-consumers"}
@@ -102,3 +105,100 @@ def test_another_precision_draws_its_own_masks_and_keeps_them(case):
     torch.manual_seed(100)
     for l in tails(case):
         assert_close([replay.tail(l, double.states[l])], [double.losses], 1e-12)
+
+
+def test_a_state_that_is_read_before_it_is_met_is_refused():
+    _, _, _, replay = replayed(BY_NAME["several-consumers"])
+    for l in (0, 1):
+        with pytest.raises(UsageError, match=f"state {l} is read before it enters its module"):
+            replay.tail(l, replay.states[l])
+
+
+def test_what_holds_for_one_example_by_chance_is_not_taken_for_granted():
+    """On zeros, without biases, h + f(h), relu(h + f(h)) and tanh(h) are all one."""
+    case = BY_NAME["relu-after-skip"]
+    net = case.network()
+    for module in net.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+    x, y = case.batch()
+    cut = Cut.of(net, **case.cut)
+    cut.settle(torch.zeros_like(x))
+    replay = cut.replay(x, y)
+    h = torch.randn(BATCH, D, dtype=torch.float64)
+    for l in range(3):
+        assert_close([replay.tail(l, h)], [tail(net, x, y, l, h)])
+    zeros = cut.replay(torch.zeros_like(x), y)
+    for l in range(3):
+        assert_close([zeros.tail(l, h)], [tail(net, torch.zeros_like(x), y, l, h)])
+
+
+@pytest.mark.parametrize("name", ["dropout", "dropout-between"])
+def test_a_network_settled_in_eval_mode_is_replayed_in_training_mode(name):
+    case = BY_NAME[name]
+    net = case.network()
+    x, y = case.batch()
+    cut = Cut.of(net, **case.cut)
+    cut.settle(x)
+    net.train()
+    same_draws()
+    replay = cut.replay(x, y)
+    for l in range(3):
+        h = replay.states[l] + 0.1
+        found = replay.tail(l, h)
+        drawn(net, x, l)
+        assert_close([found], [tail(net, x, y, l, h)])
+
+
+def test_a_mask_with_as_many_rows_as_the_batch_is_not_repeated():
+    case = BY_NAME["mask-positional"]
+    net = case.network()
+    x, y = case.batch(TOKENS)
+    replay = Cut.of(net, **case.cut).replay(x, y)
+    for l in range(3):
+        h = torch.cat([replay.states[l], 2 * replay.states[l], -replay.states[l]])
+        found = replay.tail(l, h)
+        assert_close(found.chunk(3), [tail(net, x, y, l, part) for part in h.chunk(3)])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_callers_value_is_left_as_it_is(case):
+    _, _, _, replay = replayed(case)
+    for l in tails(case):
+        h = replay.states[l] + 0.1
+        before = h.clone()
+        replay.tail(l, h)
+        assert torch.equal(h, before)
+
+
+@pytest.mark.parametrize(
+    ("l", "shape", "message"),
+    [
+        (3, (BATCH, D), "there is no state 3: the states are 0..2"),
+        (-1, (BATCH, D), "there is no state -1"),
+        (1, (BATCH, D + 1), rf"state 1 has shape \({BATCH}, {D}\); \({BATCH}, {D + 1}\) does not fit"),
+        (1, (BATCH + 1, D), "does not fit"),
+        (1, (0, D), "does not fit"),
+        (1, (BATCH, D, 1), "does not fit"),
+    ],
+)
+def test_wrong_states(l, shape, message):
+    _, _, _, replay = replayed(BY_NAME["outside"])
+    with pytest.raises(UsageError, match=message):
+        replay.tail(l, torch.zeros(shape, dtype=torch.float64))
+
+
+def test_an_exception_in_a_replay_leaves_nothing_behind():
+    for name in ("outside", "relu-after-skip", "dropout"):
+        net, _, _, replay = replayed(BY_NAME[name])
+
+        def fails(*_):
+            raise ZeroDivisionError
+
+        handle = net.head.register_forward_hook(fails)
+        with untouched(net):
+            for l in range(3):
+                with pytest.raises(ZeroDivisionError):
+                    replay.tail(l, replay.states[l])
+        handle.remove()
+        assert_close([replay.tail(1, replay.states[1])], [replay.losses])

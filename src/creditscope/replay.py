@@ -97,7 +97,7 @@ class Replay:
         if not 0 <= l <= self.cut.depth:
             raise UsageError(f"there is no state {l}: the states are 0..{self.cut.depth}")
         expected = self.states[l].shape
-        if h.shape[1:] != expected[1:] or h.shape[0] % expected[0]:
+        if h.shape[1:] != expected[1:] or not h.shape[0] or h.shape[0] % expected[0]:
             raise UsageError(
                 f"state {l} has shape {tuple(expected)}; {tuple(h.shape)} does not fit (a multiple of the batch may "
                 "stand first)"

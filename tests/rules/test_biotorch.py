@@ -7,6 +7,7 @@ BioTorch 0.0.16 keeps a map's feedback as ``weight_backward``: of the weight's s
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # its hooks are of a kind tha
 def mlp(activation):
     """Stem, two blocks, head; every state is taken behind an activation, where BioTorch's DFA sends its signal."""
     widths = [7, 6, 5, 4]
-    hidden = [nn.Sequential(nn.Linear(a, b), activation()) for a, b in zip(widths[:-1], widths[1:], strict=True)]
+    hidden = [nn.Sequential(nn.Linear(a, b), activation()) for a, b in pairwise(widths)]
     return nn.Sequential(*hidden, nn.Linear(4, 3))
 
 
