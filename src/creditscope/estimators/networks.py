@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from creditscope.errors import UsageError, unknown
@@ -76,14 +77,18 @@ class Estimator(nn.Module):
 
     def forward(self, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
         """h (..., d), t (...), s (..., condition) -> (..., outputs); the leading axes of t and s may be broadcast."""
-        size, lead = str(h.shape[-1]), h.shape[:-1]
+        size = str(h.shape[-1])
         if size not in self.norms:
             raise UsageError(
                 f"a state of {size} units: this estimator was made for states of {', '.join(self.norms)} units"
             )
+        # W [LN(h), τ(t), s] by the parts of W: time is the same for all examples, s for all states and samples
+        first, parts = self.first[size], [h.shape[-1], self.time_embed_dim, s.shape[-1]]
+        assert isinstance(first, nn.Linear)
+        of_state, of_time, of_condition = first.weight.split(parts, dim=1)
         time = sinusoidal(t, self.time_embed_dim).to(h.dtype)
-        inputs = [self.norms[size](h), time.expand(*lead, -1), s.expand(*lead, -1)]
-        return self.last[size](self.middle(self.first[size](torch.cat(inputs, dim=-1))))
+        given = F.linear(time, of_time) + F.linear(s, of_condition, first.bias)
+        return self.last[size](self.middle(F.linear(self.norms[size](h), of_state) + given))
 
 
 class ValueNet(Estimator):

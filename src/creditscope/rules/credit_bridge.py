@@ -167,7 +167,7 @@ class CreditBridge(LearnedRule):
             return h
         generator = site.noise_on(h.device)
         noise = torch.randn(self.samples, *batch.h.shape, generator=generator, device=h.device, dtype=h.dtype)
-        return h + self.sigma * noise
+        return noise.mul_(self.sigma).add_(h)
 
     def phase(self, site: Site) -> tuple[int, ...]:
         """Whether the warm-up is over."""
