@@ -320,10 +320,14 @@ def test_a_loss_that_is_not_differentiable_at_the_last_state(call):
 
 @pytest.mark.parametrize("call", ["credits", "backward"])
 def test_low_precision_is_refused(call):
-    x, y = OUTSIDE.batch(dtype=torch.bfloat16)
+    message = r"the states are computed in torch.bfloat16, .* train in float32 or float64"
     learner = EP().attach(OUTSIDE.network(dtype=torch.bfloat16), **OUTSIDE.cut)
-    with pytest.raises(UsageError, match=r"the states are torch.bfloat16, .* train it in float32 or float64"):
-        getattr(learner, call)(x, y)
+    with pytest.raises(UsageError, match=message):
+        getattr(learner, call)(*OUTSIDE.batch(dtype=torch.bfloat16))
+    case = BY_NAME["no-stem"]  # whose states stay float32 under autocast, and its branches do not
+    learner = EP().attach(case.network(dtype=torch.float32), **case.cut)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UsageError, match=message):
+        getattr(learner, call)(*case.batch(dtype=torch.float32))
 
 
 def test_there_are_no_feedback_matrices():

@@ -312,8 +312,11 @@ def refuse_early(topology: Topology) -> None:
 
 def refuse_low_precision(states: Sequence[Tensor]) -> None:
     """ε_l is a difference of two states, of the size of β·g_l."""
-    low = next((h.dtype for h in states if torch.finfo(h.dtype).bits < 32), None)
+    kind = states[0].device.type
+    used = [torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [h.dtype for h in states]
+    low = next((dtype for dtype in used if torch.finfo(dtype).bits < 32), None)
     require(
         low is None,
-        f"the states are {low}, whose rounding is larger than what EP nudges them by: train it in float32 or float64",
+        f"the states are computed in {low}, whose rounding is larger than what EP nudges them by: train in float32 or "
+        "float64",
     )
