@@ -176,7 +176,7 @@ def test_updates_alone_have_a_checklist_too(updates_only):
 
 
 class Reader(HTMLParser):
-    VOID = {"meta", "br", "link", "img", "path", "use"}
+    VOID = frozenset({"meta", "br", "link", "img", "path", "use"})
 
     def __init__(self):
         super().__init__()

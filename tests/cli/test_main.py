@@ -61,7 +61,7 @@ def test_every_flag_has_a_text(name):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["tain"], "unknown command 'tain': did you mean 'train'? There are demo, train, list, data."),
+        (["tain"], "unknown command 'tain': did you mean 'train'? There are demo, train, audit, list, data."),
         (
             ["data", "fetsh"],
             "unknown command 'data fetsh': did you mean 'data fetch'? There are data fetch, data list.",

@@ -30,7 +30,7 @@ def test_accuracies_of_the_last_epoch():
     table = accuracies(data, LABELS)
     assert [row[0] for row in table.rows] == ["BP", "DFA"]
     for row, rule in zip(table.rows, LABELS, strict=True):
-        for cell, name in zip(row[1:], (rule, f"frozen-{rule}", "shallow"), strict=True):
+        for cell, name in zip(row[1:], (rule, f"frozen-{rule}", "frozen-bp", "shallow"), strict=True):
             final = data.test_acc.sel(rule=name, epoch=10).to_numpy()
             assert cell == f"{final.mean():.3f} ± {final.std(ddof=1):.3f}"
     assert "(ddof = 1) of 3 seeds; 360 test examples" in table.note

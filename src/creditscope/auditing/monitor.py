@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import warnings
 from collections.abc import Mapping
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 import xarray as xr
 
-from creditscope.auditing.result import Audit
 from creditscope.auditing.run import audit
 from creditscope.auditing.verdict import Verdict
 from creditscope.errors import CreditscopeError, MissingError, UsageError, unknown
@@ -71,7 +71,7 @@ class Monitor:
     to there, resumed from a checkpoint: later records are dropped and made anew.
 
     In the quick tier ``scale-stability`` and ``aggregation-collapse`` can be flagged, and ``reference-validity`` where
-    states or reference are not finite or exactly zero.
+    states or reference are not finite, in float64 or in the network's own precision, or exactly zero.
 
     Args:
         learner: what is trained.
@@ -126,11 +126,10 @@ class Monitor:
         self._at = self._at + 1 if at is None else at
         if not self.is_due(self._at):
             return None
-        found = self._measured()
-        verdict = found.verdict
+        record, verdict = self._measured()
         self._warn_if_dear(settled=isinstance(self.every, int) and len(self.records) >= SETTLED)
-        if self._stops and LOST in verdict.flags:
-            raise ReferenceLostError(f"stopped at {self.unit} {self._at}: {verdict.reasons[LOST]}")
+        if self._stops and LOST in record.flags:
+            raise ReferenceLostError(f"stopped at {self.unit} {self._at}: {record.flags[LOST]}")
         return verdict
 
     def is_due(self, at: int) -> bool:
@@ -142,18 +141,20 @@ class Monitor:
         """
         return at % self.every == 0 if isinstance(self.every, int) else at & (at - 1) == 0
 
-    def _measured(self) -> Audit:
+    def _measured(self) -> tuple[Record, Verdict]:
         _wait(self._x)
         started = time.perf_counter()
         with self.learner._untouched():
             found = audit(self.learner, self._x, self._y, tier="quick", thresholds=self._thresholds)
         seconds = time.perf_counter() - started
         verdict = found.verdict
-        flags = {key: verdict.reasons[key] for key in verdict.flags}
+        flags = _native_loss(found.data) | {key: verdict.reasons[key] for key in verdict.flags}
+        status = "cannot judge" if LOST in flags else verdict.status
         values = {name: variable.values.tolist() for name, variable in _kept(found.data).items()}
-        self._keep(Record(self._at, verdict.status, flags, values, seconds), _header(found.data, self.unit))
+        record = Record(self._at, status, flags, values, seconds)
+        self._keep(record, _header(found.data, self.unit))
         self._seconds += time.perf_counter() - started
-        return found
+        return record, verdict
 
     def _keep(self, record: Record, header: dict[str, Any]) -> None:
         before = [old for old in self.records if old.at < record.at]
@@ -204,6 +205,12 @@ def load_monitor(path: str | Path) -> xr.Dataset:
     if header is None:
         raise MissingError(f"not found: {path}")
     return _as_dataset(header, records)
+
+
+def _native_loss(data: xr.Dataset) -> dict[str, str]:
+    """Flag a gradient that has overflowed where the network computes, although it has not in float64."""
+    lost = [l for l, norm in enumerate(data["published_reference_norm"].values) if not math.isfinite(norm)]
+    return {LOST: f"in the network's own precision the gradient is not finite at states {lost}"} if lost else {}
 
 
 # --- records ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -39,14 +40,14 @@ def number(value: float, digits: int = 3) -> str:
     """
     if value != value:
         return MISSING
-    if abs(value) == float("inf") or value == 0 or 1e-2 <= abs(value) < 1e4:
+    if abs(value) == math.inf or value == 0 or 1e-2 <= abs(value) < 1e4:
         return f"{value:.{digits}g}" if abs(value) >= 1 else f"{value:.3f}"
     mantissa, _, exponent = f"{value:.1e}".partition("e")
     return f"{mantissa}e{int(exponent)}"
 
 
 def _cosine(data: xr.Dataset, l: int) -> str:
-    low, high = (float(v) for v in data["cosine_interval"].values[l])
+    low, high = data["cosine_interval"].values[l] if "cosine_interval" in data else (math.nan, math.nan)
     interval = f" [{low:.2f}, {high:.2f}]" if low == low else ""
     mark = "=" if "exact" in data and bool(data["exact"].values[l]) else ""
     return _share(_value(data, "cosine", l)) + mark + interval
@@ -61,7 +62,7 @@ def _rho(data: xr.Dataset, l: int) -> str:
 
 def _value(data: xr.Dataset, name: str, l: int) -> float:
     if name not in data:
-        return float("nan")
+        return math.nan
     values = data[name].sel(eta=ETA) if "eta" in data[name].dims else data[name]
     return float(values.values[l])
 
@@ -341,7 +342,7 @@ def disclosures(audit: Audit) -> list[str]:
 
 
 def _clamped(share: xr.DataArray) -> str:
-    most = float(share.max()) if share.notnull().any() else float("nan")
+    most = float(share.max()) if share.notnull().any() else math.nan
     return f"; at B = {share.attrs['batch']} the usual clamp would touch {_percent(most)} of the examples at most"
 
 

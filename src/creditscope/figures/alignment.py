@@ -57,7 +57,8 @@ def _panel(axes: Axes, data: xr.Dataset, style: Style) -> None:
             linewidth=0,
             label=f"null ± {_WIDE:g} sd",
         )
-    values, bounds = data["cosine"].to_numpy(), data["cosine_interval"].to_numpy()
+    values = data["cosine"].to_numpy()
+    bounds = data["cosine_interval"].to_numpy() if "cosine_interval" in data else None
     axes.plot(layers, values, color=style.colour, linewidth=1.2)
     driving = np.isin(layers, np.atleast_1d(data.attrs.get("driven", layers)))
     for chosen, face, label in ((driving, style.colour, "drives a block"), (~driving, "white", "drives none")):
@@ -65,7 +66,7 @@ def _panel(axes: Axes, data: xr.Dataset, style: Style) -> None:
             axes.errorbar(
                 layers[chosen],
                 values[chosen],
-                yerr=np.abs(bounds[chosen].T - values[chosen]),
+                yerr=None if bounds is None else np.abs(bounds[chosen].T - values[chosen]),
                 fmt=style.marker,
                 color=style.colour,
                 markerfacecolor=face,
