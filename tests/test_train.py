@@ -815,7 +815,7 @@ def kill(folder: Path, *, kills: int, epochs: int, depth: int, seed: int) -> Non
 
 
 def test_killed_at_random_moments(tmp_path):
-    kill(tmp_path, kills=4, epochs=16, depth=2, seed=0)
+    kill(tmp_path, kills=3, epochs=10, depth=2, seed=0)
 
 
 @pytest.mark.slow
