@@ -43,12 +43,13 @@ def test_credits_are_exact_for_every_state(case):
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("case", DETERMINISTIC, ids=str)
 def test_the_penalty_travels_end_to_end(case, reduction):
-    learner, net, x, y = attached(BP(penalty=0.3, penalty_reduction=reduction), case)
-    topology = learner.site.topology
+    rule = BP(penalty=0.3, penalty_reduction=reduction)
+    topology = attached(BP(), case)[0].site.topology
     if topology.hidden or topology.reentrant:
         with pytest.raises(UsageError, match=r"cannot be penalised|use_reentrant=False"):
-            learner.backward(x, y)
+            attached(rule, case)
         return
+    learner, net, x, y = attached(rule, case)
     expected = penalised(net, x, y, 0.3, reduction)
     learner.backward(x, y)
     assert_same(left(net), expected)

@@ -62,11 +62,12 @@ def test_normalised_each_way_at_each_end(case, how, drive):
     "case", [c for c in DETERMINISTIC if c.name not in ("reentrant", "reentrant-outside")], ids=str
 )
 def test_the_penalty(case, reduction):
-    learner, net, x, y = attached(DFA(penalty=0.3, penalty_reduction=reduction), case)
-    if learner.site.topology.hidden:
+    rule = DFA(penalty=0.3, penalty_reduction=reduction)
+    if attached(DFA(), case)[0].site.topology.hidden:
         with pytest.raises(UsageError, match="adds its skip inside, so its branch cannot be penalised"):
-            learner.backward(x, y)
+            attached(rule, case)
         return
+    learner, net, x, y = attached(rule, case)
     expected = local_step(net, x, y, by_hand(matrices(learner)), penalty=0.3, reduction=reduction, scale=2.0)
     learner.backward(x, y, scale=2.0)
     assert_same(left(net), expected)
@@ -77,9 +78,8 @@ def test_the_penalty(case, reduction):
 
 @pytest.mark.parametrize("name", ["reentrant", "reentrant-outside"])
 def test_the_penalty_needs_a_checkpoint_with_a_graph(name):
-    learner, _, x, y = attached(DFA(penalty=0.3), BY_NAME[name])
     with pytest.raises(UsageError, match="use_reentrant=False"):
-        learner.backward(x, y)
+        attached(DFA(penalty=0.3), BY_NAME[name])
 
 
 @pytest.mark.parametrize("tokens", ["shared", "cls"])
@@ -133,9 +133,9 @@ def test_the_formula_takes_a_leading_axis(shape, tokens):
     draw = lambda *size: torch.randn(size, generator=g)  # noqa: E731
     states, errors = [draw(7, 6, *shape) for _ in range(3)], draw(7, 6, 3)
     B = [draw(7, rows, 3) for _ in range(3)]
-    together = dfa_credits(states, None, errors, B, tokens)
+    together = dfa_credits(states, errors, B, tokens)
     for run in range(7):
-        alone = dfa_credits([h[run] for h in states], None, errors[run], [b[run] for b in B], tokens)
+        alone = dfa_credits([h[run] for h in states], errors[run], [b[run] for b in B], tokens)
         assert_close([a[run] for a in together], alone, 1e-6)
 
 

@@ -97,9 +97,9 @@ def test_the_formula_takes_a_leading_axis(shape):
     g = torch.Generator().manual_seed(0)
     draw = lambda *size: torch.randn(size, generator=g, dtype=torch.float64)  # noqa: E731
     states, terminal, B = [draw(7, 6, *shape) for _ in range(3)], draw(7, 6, *shape), [draw(7, 4, 4) for _ in range(2)]
-    together = fa_credits(states, None, None, B, terminal)
+    together = fa_credits(states, B, terminal)
     for run in range(7):
-        alone = fa_credits([h[run] for h in states], None, None, [b[run] for b in B], terminal[run])
+        alone = fa_credits([h[run] for h in states], [b[run] for b in B], terminal[run])
         assert_close([a[run] for a in together], alone, 1e-12)
         assert_close(alone, by_hand([b[run] for b in B])(None, None, terminal[run]), 1e-12)
 

@@ -163,6 +163,10 @@ class Rule:
 
     # --- what it says of itself -----------------------------------------------------------------------------------
 
+    def refuse(self, site: Site) -> None:
+        """Say by name where this network is none that the rule is defined on; nothing where it is."""
+        self.driving_states(site)
+
     def estimator_groups(self, pathway: nn.Module) -> list[dict[str, Any]]:
         """Return an optimiser's groups for the estimators: undecayed, unscheduled, at the rule's ``estimator_lr``."""
         own = [*pathway.parameters()]
@@ -291,8 +295,9 @@ def normalise(a: Tensor, how: str, floor: float, group: dist.ProcessGroup | None
 class LocalRule(Rule):
     """A rule that gives a credit for every state; block l then minimises ⟨h_{l+1}, credit⟩ by itself.
 
-    Write :meth:`credit` (and :meth:`build`, where there is something to draw) and the rest is here: the forward pass
-    cut at the blocks, the normalisation, the penalty, and the one backward pass that applies all local updates.
+    Write :meth:`formula` (and :meth:`build`, where there is something to draw) and the rest is here: the forward pass
+    cut at the blocks, the normalisation, the penalty, and the one backward pass that applies all local updates. A rule
+    that needs more than tensors, such as a network of its own, writes :meth:`credit` instead.
     """
 
     normalise: Literal["none", "example", "batch"] = field(default="none", kw_only=True)
@@ -316,9 +321,26 @@ class LocalRule(Rule):
         require(self.normalise_floor >= 0, f"rule.normalise_floor must not be negative, not {self.normalise_floor}")
         require(self.penalty >= 0, f"rule.penalty must not be negative, not {self.penalty}")
 
+    def formula(
+        self,
+        states: Sequence[Tensor],
+        outputs: Tensor,
+        errors: Tensor,
+        matrices: Sequence[Tensor],
+        terminal: Tensor | None,
+    ) -> Sequence[Tensor]:
+        """Return a_0..a_L, shaped like h_0..h_L, as a pure function of tensors.
+
+        ``errors`` are ∂ℓᵢ/∂outputᵢ, ``matrices`` the pathway's buffers in order, and ``terminal`` is g_L where
+        ``needs_terminal_gradient`` says so. One more axis may stand in front of all of them, before the batch: several
+        runs side by side, of which each must come out as it would alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has to write formula() or credit()")
+
     def credit(self, site: Site, pathway: nn.Module, tape: Tape) -> Sequence[Tensor]:
-        """Return a_0..a_L from a forward pass: the formula of the rule."""
-        raise NotImplementedError
+        """Return a_0..a_L from a forward pass; by default what the formula gives."""
+        terminal = tape.terminal_gradient if self.needs_terminal_gradient else None
+        return self.formula(tape.states, tape.output.detach(), tape.errors, [*pathway.buffers()], terminal)
 
     def learn(self, site: Site, pathway: nn.Module, tape: Tape) -> Lesson:
         """Return the credits, and the gradients of the rule's own estimators where it has any: one pass for both."""
@@ -355,6 +377,12 @@ class LocalRule(Rule):
             tape.backward(injection.credits, scale, branch=injection.branch)
         accumulate(injection.estimators, scale)
         return Outcome(tape.losses.mean(), tape.output.detach(), injection.metrics)
+
+    def refuse(self, site: Site) -> None:
+        """Penalties need branches, and a drive at the input blocks that keep the state's shape."""
+        super().refuse(site)
+        if self.penalty:
+            refuse_hidden(site.cut)
 
     def driving_states(self, site: Site) -> list[int]:
         """State l + 1 drives block l, or state l where the drive is at the input."""
@@ -403,17 +431,21 @@ def penalise(tape: Tape, strength: float, reduction: str) -> tuple[list[Tensor],
     return [2 * w * f for w, f in zip(weights, branches, strict=True)], {"penalty": value}
 
 
-def exposed_branches(cut: Cut, record: Recorder) -> list[Point]:
-    """Return the branches f_l where the network exposes them, or say which block does not."""
+def refuse_hidden(cut: Cut) -> None:
+    """Refuse blocks whose branch f_l the network does not expose."""
     topology = cut.topology
     assert topology is not None
-    for name, point in zip(cut.blocks, record.branches, strict=True):
-        require(
-            name not in topology.hidden and point is not None,
+    for name in topology.hidden:
+        raise UsageError(
             f"block '{name}' adds its skip inside, so its branch cannot be penalised: let the block return the branch, "
-            "or make the branch a submodule named 'branch'",
+            "or make the branch a submodule named 'branch'"
         )
     require(not topology.reentrant, "a penalty needs use_reentrant=False in activation checkpointing")
+
+
+def exposed_branches(cut: Cut, record: Recorder) -> list[Point]:
+    """Return the branches f_l, or say which block does not expose its own."""
+    refuse_hidden(cut)
     return [point for point in record.branches if point is not None]
 
 
@@ -644,7 +676,7 @@ class Learner(nn.Module):
         if self.pathway is not None:
             return
         self.cut.settle(x)
-        self.rule.driving_states(self.site)
+        self.rule.refuse(self.site)
         self.site.example = x
         self.pathway = self.rule.build(self.site, self.generator, self._feedback).train(self.training)
         self._feedback = self.site.example = None

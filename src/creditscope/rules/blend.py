@@ -27,7 +27,8 @@ class Pair(Rule):
         for name in ("first", "second"):
             rule = getattr(self, name)
             require(isinstance(rule, Rule), f"{type(self).__name__}.{name} must be a rule, not {rule!r}")
-            require(not rule.bypasses_blocks, f"{type(self).__name__} cannot hold {type(rule).__name__}, which has no blocks")
+            kind = type(rule).__name__
+            require(not rule.bypasses_blocks, f"{type(self).__name__} cannot hold {kind}, which has no blocks")
 
     @property
     def has_feedback(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -65,6 +66,12 @@ class Pair(Rule):
         first, second = pathway.get_submodule("first"), pathway.get_submodule("second")
         return self.first.estimator_groups(first) + self.second.estimator_groups(second)
 
+    def refuse(self, site: Site) -> None:
+        """Both must be defined, and driven by the same states."""
+        self.first.refuse(site)
+        self.second.refuse(site)
+        super().refuse(site)
+
     def frozen(self, site: Site) -> set[str]:
         """Return what both leave alone."""
         return self.first.frozen(site) & self.second.frozen(site)
@@ -78,8 +85,8 @@ class Pair(Rule):
         first, second = self.first.driving_states(site), self.second.driving_states(site)
         require(
             first == second,
-            f"{type(self).__name__}: the two rules drive blocks by different states ({first} and {second}); give both the "
-            "same drive",
+            f"{type(self).__name__}: the two rules drive blocks by different states ({first} and {second}); give both "
+            "the same drive",
         )
         return first
 
@@ -130,13 +137,20 @@ class Blend(Pair):
     def step(self, site: Site, pathway: nn.Module, x: Inputs, y: Any, scale: float | Tensor) -> Outcome:
         """Take one step for both where they are local, one each otherwise."""
         first, second = self.first, self.second
-        if isinstance(first, LocalRule) and isinstance(second, LocalRule) and _is_plain(first) and _is_plain(second):
+        if isinstance(first, LocalRule) and isinstance(second, LocalRule) and self._is_one_step:
             return self._one_step(site, pathway, x, y, scale, [first, second])
         network = site.cut.network
         with undisturbed(network):
             before = first.step(site, pathway.get_submodule("first"), x, y, scale * self.weight)
         after = second.step(site, pathway.get_submodule("second"), x, y, scale * (1 - self.weight))
-        return Outcome(after.loss, after.outputs, {**_named("first", before.metrics), **_named("second", after.metrics)})
+        return Outcome(
+            after.loss, after.outputs, {**_named("first", before.metrics), **_named("second", after.metrics)}
+        )
+
+    @property
+    def _is_one_step(self) -> bool:
+        """Whether both take the common step of local rules, which they can then take together."""
+        return all(isinstance(rule, LocalRule) and _is_plain(rule) for rule in (self.first, self.second))
 
     def _one_step(
         self, site: Site, pathway: nn.Module, x: Inputs, y: Any, scale: float | Tensor, rules: list[LocalRule]
@@ -154,8 +168,8 @@ class Blend(Pair):
 
     def capture_obstacle(self, site: Site) -> str | None:
         """Two passes rewind the random state in between, which a graph cannot."""
-        local = all(isinstance(rule, LocalRule) and _is_plain(rule) for rule in (self.first, self.second))
-        return super().capture_obstacle(site) or (None if local else "a blend of rules that need a pass each")
+        aside = None if self._is_one_step else "a blend of rules that need a pass each"
+        return super().capture_obstacle(site) or aside
 
 
 def _is_plain(rule: Rule) -> bool:
@@ -174,7 +188,8 @@ def _sum(parts: list[tuple[str, Injection, float]]) -> Injection:
         for at in zip(*(part.credits for _, part, _ in parts), strict=True)
     ]
     penalised = [(part.branch, weight) for _, part, weight in parts if part.branch]
-    branch = [sum(weight * terms[l] for terms, weight in penalised) for l in range(len(credits) - 1)] if penalised else []
+    layers = range(len(credits) - 1) if penalised else ()
+    branch = [sum(weight * terms[l] for terms, weight in penalised) for l in layers]
     metrics = {key: value for name, part, _ in parts for key, value in _named(name, part.metrics).items()}
     estimators = [pair for _, part, _ in parts for pair in part.estimators]  # which learn alike whatever the weights
     return Injection(credits, branch, metrics, estimators)  # pyright: ignore[reportArgumentType]

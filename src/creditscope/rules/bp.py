@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from creditscope.rules._base import Outcome, Rule, Site, exposed_branches, require
+from creditscope.rules._base import Outcome, Rule, Site, exposed_branches, refuse_hidden, require
 from creditscope.tape import per_example, plain_precision
 from creditscope.topology import Inputs, pick_state
 
@@ -65,6 +65,12 @@ class BP(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.penalty >= 0, f"rule.penalty must not be negative, not {self.penalty}")
+
+    def refuse(self, site: Site) -> None:
+        """A penalty needs branches."""
+        super().refuse(site)
+        if self.penalty:
+            refuse_hidden(site.cut)
 
     def credits(self, site: Site, pathway: nn.Module, x: Inputs, y: Any) -> list[Tensor]:
         """Return the reference itself."""

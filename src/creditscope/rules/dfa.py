@@ -16,7 +16,6 @@ from creditscope.tape import Tape
 
 def dfa_credits(
     states: Sequence[Tensor],
-    outputs: Tensor | None,
     errors: Tensor,
     matrices: Iterable[Tensor],
     tokens: str = "dense",
@@ -88,14 +87,24 @@ class DFA(LocalRule):
         )
         return features_of(shape)
 
-    def credit(self, site: Site, pathway: nn.Module, tape: Tape) -> Sequence[Tensor]:
+    def formula(
+        self,
+        states: Sequence[Tensor],
+        outputs: Tensor,
+        errors: Tensor,
+        matrices: Sequence[Tensor],
+        terminal: Tensor | None = None,
+    ) -> Sequence[Tensor]:
         """a_l = B_l e."""
-        assert isinstance(pathway, Matrices)
-        for l, (h, matrix) in enumerate(zip(tape.states, pathway, strict=True)):
+        return dfa_credits(states, errors, matrices, self.tokens)
+
+    def credit(self, site: Site, pathway: nn.Module, tape: Tape) -> Sequence[Tensor]:
+        """a_l = B_l e, after a look at whether the states are as long as the matrices."""
+        for l, (h, matrix) in enumerate(zip(tape.states, pathway.buffers(), strict=True)):
             rows = self._rows(site, l, h.shape[1:])
             require(
                 rows == matrix.shape[0],
-                f"state {l} has shape {tuple(h.shape[1:])} now, {rows} units, and its feedback matrix {matrix.shape[0]} "
-                "rows: inputs of several sizes need tokens='shared' or 'cls'",
+                f"state {l} has shape {tuple(h.shape[1:])} now, {rows} units, and its feedback matrix "
+                f"{matrix.shape[0]} rows: inputs of several sizes need tokens='shared' or 'cls'",
             )
-        return dfa_credits(tape.states, tape.output, tape.errors, pathway, self.tokens)
+        return super().credit(site, pathway, tape)

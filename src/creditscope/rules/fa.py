@@ -14,17 +14,10 @@ from creditscope.rules._feedback import Distribution, Matrices, draw, given_dict
 from creditscope.rules._maps import BackwardThrough, find_maps, refuse_opaque
 from creditscope.rules.bp import whole_step
 from creditscope.rules.dfa import features_of
-from creditscope.tape import Tape
 from creditscope.topology import Inputs
 
 
-def fa_credits(
-    states: Sequence[Tensor],
-    outputs: Tensor | None,
-    errors: Tensor | None,
-    matrices: Sequence[Tensor],
-    terminal: Tensor,
-) -> list[Tensor]:
+def fa_credits(states: Sequence[Tensor], matrices: Sequence[Tensor], terminal: Tensor) -> list[Tensor]:
     """a_L = g_L (``terminal``), a_l = B_l a_{l+1} on the feature axis: B_l (…, d, d), a_l shaped like h_l.
 
     Leading axes before the batch (several runs side by side) go through. Tokens and positions share B_l.
@@ -77,7 +70,8 @@ class FA(LocalRule):
 
     def build(self, site: Site, generator: torch.Generator, feedback: Feedback | None) -> nn.Module:
         """Draw the matrices: one for each map's weight in the parameters' order, or one for each block."""
-        options = {"scale": self.scale, "distribution": self.distribution, "factory": site.factory, "generator": generator}
+        options = {"scale": self.scale, "distribution": self.distribution, "factory": site.factory}
+        options["generator"] = generator
         if self.level == "block":
             sizes = self._block_sizes(site)
             if feedback is not None:
@@ -95,8 +89,8 @@ class FA(LocalRule):
         for name, before, after in zip(site.cut.blocks, shapes[:-1], shapes[1:], strict=True):
             require(
                 before == after,
-                f"block '{name}' changes the state's shape from {tuple(before)} to {tuple(after)}: block-level FA is not "
-                "defined there; use FA(level='weight')",
+                f"block '{name}' changes the state's shape from {tuple(before)} to {tuple(after)}: block-level FA is "
+                "not defined there; use FA(level='weight')",
             )
         return [features_of(shape) for shape in shapes[:-1]]
 
@@ -106,10 +100,18 @@ class FA(LocalRule):
         names = [name.replace("/", ".") for name, _ in pathway.named_buffers()]
         return BackwardThrough({network.get_parameter(name): pathway[name] for name in names})
 
-    def credit(self, site: Site, pathway: nn.Module, tape: Tape) -> Sequence[Tensor]:
+    def formula(
+        self,
+        states: Sequence[Tensor],
+        outputs: Tensor,
+        errors: Tensor,
+        matrices: Sequence[Tensor],
+        terminal: Tensor | None,
+    ) -> Sequence[Tensor]:
         """a_L = g_L, a_l = B_l a_{l+1} (block level)."""
-        assert isinstance(pathway, Matrices)
-        return fa_credits(tape.states, tape.output, tape.errors, [*pathway], tape.terminal_gradient)
+        require(self.level == "block", "FA(level='weight') gives no credit by a formula on states: use level='block'")
+        assert terminal is not None
+        return fa_credits(states, matrices, terminal)
 
     def credits(self, site: Site, pathway: nn.Module, x: Inputs, y: Any) -> list[Tensor]:
         """Return a_0..a_L: at weight level the δ that arrives at each state."""

@@ -62,6 +62,10 @@ class Wrapper(Rule):
         """As the inner rule."""
         return self.inner.estimator_groups(pathway)
 
+    def refuse(self, site: Site) -> None:
+        """As the inner rule."""
+        self.inner.refuse(site)
+
     def frozen(self, site: Site) -> set[str]:
         """As the inner rule."""
         return self.inner.frozen(site)
