@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from creditscope.calling import pick_state, undisturbed
 from creditscope.rules._base import Learner
 from creditscope.steps import is_classification
 from creditscope.tape import per_example
-from creditscope.topology import pick_state, undisturbed
 
 NAN = float("nan")
 

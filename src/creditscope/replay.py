@@ -16,20 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from creditscope.errors import UsageError
-from creditscope.tape import Cut, RandomState, per_example, random_state, replaced_forward, set_random_state
-from creditscope.topology import (
+from creditscope.calling import (
     Inputs,
+    RandomState,
     call,
     map_inputs,
     pick_entering,
     pick_input,
     pick_state,
+    random_state,
     repeat_batch,
     replace_tensor,
+    replaced_forward,
+    set_random_state,
     tensors_of,
     undisturbed,
 )
+from creditscope.errors import UsageError
+from creditscope.tape import Cut, per_example
 
 
 @dataclass

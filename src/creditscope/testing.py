@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from creditscope.calling import Inputs, StateFn, call, map_inputs, pick_state
 from creditscope.errors import UsageError
 from creditscope.nets import MLP, ResMLP, SmallCNN, SmallResNet, ViT
 from creditscope.rules import BP, DFA, FA, Learner, LocalRule, Rule, Shallow
 from creditscope.tape import Cut, LossFn, cross_entropy
-from creditscope.topology import Inputs, StateFn, call, map_inputs, pick_state
 
 CLASSES = 3
 BATCH = 4

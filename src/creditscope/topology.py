@@ -10,25 +10,31 @@ blocks records what depends on what (its autograd graph), and their outputs must
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from creditscope.calling import (
+    Inputs,
+    StateFn,
+    call,
+    copied_input,
+    first_tensor,
+    gradients_of,
+    map_inputs,
+    pick_entering,
+    pick_input,
+    pick_state,
+    undisturbed,
+)
 from creditscope.errors import UsageError, unknown
+from creditscope.recorder import CHECKPOINT, Point, Recorder, branch_of, nodes_of
 
-if TYPE_CHECKING:
-    from creditscope.tape import Recorder
-
-StateFn = Callable[[Any], Tensor]
-Inputs = Any  # a tensor, a tuple of positional arguments, or a dict of keyword arguments
 Join = Literal["chain", "skip", "between"]
-CHECKPOINT = "CheckpointFunctionBackward"  # the node of torch's reentrant activation checkpointing
 
 
 @dataclass(frozen=True)
@@ -64,134 +70,6 @@ class Topology:
     """The modules from h_L to the output, where they are a plain chain; None otherwise."""
     sections: dict[str, tuple[str, ...]]
     """Parameter names of the stem, of each block, and of the head, in that order."""
-
-
-@dataclass
-class Point:
-    """A place in the graph as it was when the forward passed it; later writes into the tensor do not move it."""
-
-    tensor: Tensor
-    version: int
-    edge: GradientEdge | None
-
-    @classmethod
-    def at(cls, tensor: Tensor) -> Point:
-        """Take hold of a tensor's present place in the graph."""
-        return cls(tensor, tensor._version, get_gradient_edge(tensor) if tensor.requires_grad else None)
-
-    def is_same(self, other: Point) -> bool:
-        """Tell whether two places are one: the same memory, not written to in between."""
-        a, b = self.tensor, other.tensor
-        same_memory = a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-        return same_memory and self.version == other.version
-
-    def is_edge_of(self, other: Point) -> bool:
-        """Tell whether two places receive the very same gradient."""
-        a, b = self.edge, other.edge
-        return a is not None and b is not None and a.node is b.node and a.output_nr == b.output_nr
-
-
-def call(network: nn.Module, x: Inputs) -> Any:
-    """Call a network with a tensor, a tuple (positional) or a dict (keyword arguments)."""
-    if isinstance(x, dict):
-        return network(**x)
-    if isinstance(x, tuple):
-        return network(*x)
-    return network(x)
-
-
-def parts_of(value: Any) -> list[Any]:
-    """Return what a tuple, list, dict or dataclass holds, in order; nothing for anything else."""
-    if isinstance(value, dict):
-        return [*value.values()]
-    if isinstance(value, tuple | list):
-        return [*value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, item.name) for item in fields(value)]
-    return []
-
-
-def map_inputs(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to every tensor of what a module takes or returns, keeping its containers' types."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_inputs(part, change) for part in value))
-    if isinstance(value, tuple | list):
-        return type(value)(map_inputs(part, change) for part in value)
-    if isinstance(value, dict):
-        changed = {key: map_inputs(part, change) for key, part in value.items()}
-        return changed if type(value) is dict else type(value)(**changed)
-    if is_dataclass(value) and not isinstance(value, type):
-        twin = copy.copy(value)
-        for item in fields(value):
-            object.__setattr__(twin, item.name, map_inputs(getattr(value, item.name), change))
-        return twin
-    return value
-
-
-def repeat_batch(value: Any, batch: int, times: int) -> Any:
-    """Repeat every tensor that has one row an example, so that several batches stand one after the other."""
-
-    def repeat(t: Tensor) -> Tensor:
-        same = times == 1 or not t.ndim or t.shape[0] != batch
-        return t if same else t.repeat(times, *[1] * (t.ndim - 1))
-
-    return map_inputs(value, repeat)
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of what a module takes or returns, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    for part in parts_of(value):
-        yield from tensors_of(part)
-
-
-def first_tensor(value: Any) -> Tensor | None:
-    """Return the first floating-point tensor of a value."""
-    return next((t for t in tensors_of(value) if t.is_floating_point()), None)
-
-
-def replace_tensor(value: Any, old: Tensor, new: Tensor, where: str) -> Any:
-    """Return the value with one tensor of it, known by identity, replaced, or say that it cannot be."""
-    if old is new:
-        return value
-    found = False
-
-    def change(t: Tensor) -> Tensor:
-        nonlocal found
-        found = found or t is old
-        return new if t is old else t
-
-    changed = map_inputs(value, change)
-    if not found:
-        raise UsageError(
-            f"{where} holds its state in something that cannot be rebuilt with another tensor: let it be a tensor, or "
-            "a tuple, list, dict or dataclass of tensors"
-        )
-    return changed
-
-
-def pick_state(value: Any, state: StateFn | None, where: str) -> Tensor:
-    """Return the state in what a block takes or returns: the first floating-point tensor, or what ``state`` says."""
-    found = state(value) if state else first_tensor(value)
-    if not isinstance(found, Tensor) or not found.is_floating_point():
-        remedy = "state= must return a floating-point tensor" if state else "say which tensor it is with state=fn"
-        raise UsageError(f"{where} has no floating-point tensor that could be the state; {remedy}")
-    return found
-
-
-def pick_input(args: tuple, kwargs: dict, state: StateFn | None, where: str) -> Tensor:
-    """Return the state among a block's arguments; keyword arguments count behind positional ones."""
-    return pick_state((*args, *kwargs.values()), state, where)
-
-
-def pick_entering(args: tuple, kwargs: dict, state: StateFn | None, where: str) -> Tensor:
-    """Return h_L among the arguments of the module behind the blocks; ``state`` is asked where there is a choice."""
-    given = (*args, *kwargs.values())
-    one = len([t for t in tensors_of(given) if t.is_floating_point()]) == 1
-    return pick_state(given, None if one else state, where)
 
 
 def find_blocks(network: nn.Module, blocks: Sequence[str] | None) -> dict[str, nn.Module]:
@@ -236,46 +114,6 @@ def refuse_compiled(network: nn.Module, blocks: dict[str, nn.Module]) -> None:
                 f"{what} is compiled, which hides its blocks: attach to the module as it was before and use "
                 "learner.compile()"
             )
-
-
-@contextmanager
-def undisturbed(network: nn.Module) -> Iterator[None]:
-    """Leave buffers and random states as they were, whatever happens inside, which sees copies of the buffers."""
-    devices = {t.device for t in (*network.parameters(), *network.buffers()) if t.is_cuda}
-    with torch.random.fork_rng(devices=[device.index for device in devices]), copied_buffers(network):
-        yield
-
-
-@contextmanager
-def copied_buffers(network: nn.Module) -> Iterator[None]:
-    """Show copies of the buffers to what happens inside.
-
-    Copies, and not values written back: a graph made inside can still be differentiated after it, and buffers that a
-    module assigns anew are put back as well.
-    """
-    held = [(module, {**module._buffers}) for module in network.modules() if module._buffers]
-    copies = {b: b.clone() for _, buffers in held for b in buffers.values() if b is not None}
-    try:
-        for module, buffers in held:
-            module._buffers.update({name: None if b is None else copies[b] for name, b in buffers.items()})
-        yield
-    finally:
-        for module, buffers in held:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-
-
-@contextmanager
-def gradients_of(parameters: Sequence[nn.Parameter], wanted: bool) -> Iterator[None]:
-    """Switch ``requires_grad`` of some parameters for a while; their ``.grad`` is not looked at."""
-    switched = [p for p in parameters if p.requires_grad != wanted and p.is_floating_point()]
-    for parameter in switched:
-        parameter.requires_grad_(wanted)
-    try:
-        yield
-    finally:
-        for parameter in switched:
-            parameter.requires_grad_(not wanted)
 
 
 # --- the plain run ----------------------------------------------------------------------------------------------------
@@ -419,37 +257,12 @@ class _Plainly:
             raise UsageError(f"blocks are called in the order {', '.join(self.order)}; give them in that order")
 
 
-def branch_of(block: nn.Module) -> nn.Module:
-    """Return the module whose output is the branch f_l: the block's submodule ``branch``, or the block itself."""
-    branch = getattr(block, "branch", None)
-    return branch if isinstance(branch, nn.Module) else block
-
-
 def _is_written(seen: tuple[Tensor, int]) -> bool:
     tensor, version = seen
     return tensor._version != version
 
 
 # --- the graph of the cut run -----------------------------------------------------------------------------------------
-
-
-def _nodes(start: Any, stop: set[Any]) -> set[Any]:
-    """Return the autograd nodes that a node comes from, itself included, not going beyond those in ``stop``."""
-    seen: set[Any] = set()
-    todo = [start]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node not in stop:
-            todo += [following for following, _ in node.next_functions]
-    return seen
-
-
-def holds_checkpoint(start: Any, stop: Any = None) -> bool:
-    """Tell whether a reentrant checkpoint lies between a node and another (or its beginnings)."""
-    return any(node.name() == CHECKPOINT for node in _nodes(start, {stop}) - {stop})
 
 
 def _node(point: Any) -> Any:
@@ -459,15 +272,13 @@ def _node(point: Any) -> Any:
 
 def _depends(start: Any, on: Any) -> bool:
     """Tell whether a node comes from another."""
-    return on is not None and start is not None and on in _nodes(start, {on})
+    return on is not None and start is not None and on in nodes_of(start, {on})
 
 
 def describe(
     network: nn.Module, blocks: dict[str, nn.Module], x: Inputs, *, head: str | None, state: StateFn | None
 ) -> Topology:
     """Run the network twice, undisturbed, and describe it; refuse by name what cannot be cut."""
-    from creditscope.tape import Recorder  # the cut run is the tape's own
-
     names = [*blocks]
     with undisturbed(network), gradients_of([*network.parameters()], True), torch.enable_grad():
         with undisturbed(network):
@@ -493,7 +304,7 @@ def describe(
     states = [*record.states[: len(names)], record.states[-1] if terminal_name else incoming[-1].tensor.detach()]
     _check_batch(states, output, names)
     written = plain.written_terminal if terminal_name else plain.written_last
-    graph = set().union(*(_nodes(_node(point), set()) for point in [*incoming, *record.outputs, *behind]))
+    graph = set().union(*(nodes_of(_node(point), set()) for point in [*incoming, *record.outputs, *behind]))
     shared, early = _shared(record, incoming, graph, terminal_name)
     return Topology(
         shapes=tuple(h.shape[1:] for h in states),
@@ -512,12 +323,6 @@ def describe(
         rest=_rest_chain(plain, record, final, terminal_name),
         sections=_sections(network, blocks, _node(incoming[0])),
     )
-
-
-@torch.enable_grad()
-def copied_input(t: Tensor) -> Tensor:
-    """Return a copy that may be written into and whose place in the graph can be told."""
-    return t.detach().clone().requires_grad_().clone() if t.is_floating_point() else t.clone()
 
 
 def _is_sum(record: Recorder, l: int, following: Tensor) -> bool:
@@ -566,7 +371,7 @@ def _refuse_bypasses(incoming: list[Point], behind: list[Point], names: list[str
     for l, points in enumerate([*([point] for point in incoming), behind]):
         previous = _node(incoming[l - 1]) if l else None
         stop = {previous} if previous is not None else set()
-        nodes = set().union(*(_nodes(_node(point), stop) for point in points))
+        nodes = set().union(*(nodes_of(_node(point), stop) for point in points))
         around = {node for node in nodes & ancestors if not hasattr(node, "variable")} - {previous}
         if l and any(not _is_constant(node, states) for node in around):
             where = label[l] if l < len(label) else "the output"
@@ -579,7 +384,7 @@ def _refuse_bypasses(incoming: list[Point], behind: list[Point], names: list[str
 
 def _is_constant(node: Any, states: set[Any]) -> bool:
     """Tell whether a node depends on neither a parameter nor a state, but on the inputs alone."""
-    return not any(n in states or isinstance(getattr(n, "variable", None), nn.Parameter) for n in _nodes(node, set()))
+    return not any(n in states or isinstance(getattr(n, "variable", None), nn.Parameter) for n in nodes_of(node, set()))
 
 
 def _shared(
@@ -625,7 +430,7 @@ def _hides_branch(record: Recorder, l: int, name: str, join: Join) -> bool:
     if branch_of(record.blocks[name]) is not record.blocks[name] or start is None or start.edge is None or end is None:
         return False
     leaf = start.edge.node
-    nodes = _nodes(end.node, {leaf})
+    nodes = nodes_of(end.node, {leaf})
     depending = _climb(leaf, nodes, lambda node: True)
     plain = _climb(leaf, nodes, lambda node: all(_is_constant(n, depending) or n in depending for n in _before(node)))
     sums = [node for node in nodes if node.name() == "AddBackward0" and len(depending & {*_before(node)}) > 1]
@@ -682,7 +487,7 @@ def _rest_chain(plain: _Plain, record: Recorder, output: Point, terminal: str | 
 def _sections(network: nn.Module, blocks: dict[str, nn.Module], stem: Any) -> dict[str, tuple[str, ...]]:
     """Sort the parameters into stem (what h_0 depends on), blocks (their own) and head (the rest)."""
     owner = {p: name for name, block in blocks.items() for p in block.parameters()}
-    before = {node.variable for node in _nodes(stem, set()) if hasattr(node, "variable")}
+    before = {node.variable for node in nodes_of(stem, set()) if hasattr(node, "variable")}
     sections: dict[str, list[str]] = {"stem": [], **{name: [] for name in blocks}, "head": []}
     for name, parameter in network.named_parameters():
         sections[owner.get(parameter, "stem" if parameter in before else "head")].append(name)

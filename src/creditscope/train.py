@@ -29,6 +29,7 @@ from creditscope.auditing.trained import (
     network_part,
     stored_audit,
 )
+from creditscope.calling import StateFn, call, pick_state, undisturbed
 from creditscope.data import Dataset, Loader
 from creditscope.errors import UsageError
 from creditscope.evaluation import evaluate, evaluating, norms
@@ -42,7 +43,6 @@ from creditscope.runs import RunDirectory, Status, environment, flatten, unflatt
 from creditscope.runs.checkpoint import digest
 from creditscope.steps import Place, Schedule, Stepper, Tally, Watch, all_finite, make_optimiser, tensor_rates
 from creditscope.tape import LossFn, cross_entropy, per_example
-from creditscope.topology import StateFn, call, pick_state, undisturbed
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from creditscope.calling import undisturbed
 from creditscope.errors import CreditscopeError, MissingError, UsageError, nearest
 from creditscope.evaluation import evaluating
-from creditscope.topology import undisturbed
 
 # --- code -------------------------------------------------------------------------------------------------------------
 

@@ -21,9 +21,11 @@ from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from creditscope.calling import Inputs, StateFn, plain_precision, undisturbed
 from creditscope.errors import UsageError, unknown
-from creditscope.tape import Cut, LossFn, Point, Recorder, Tape, plain_precision
-from creditscope.topology import Inputs, StateFn, Topology, undisturbed
+from creditscope.recorder import Point, Recorder
+from creditscope.tape import Cut, LossFn, Tape
+from creditscope.topology import Topology
 
 Feedback = Sequence[Tensor] | Mapping[str, Any]
 EstimatorGradients = list[tuple[nn.Parameter, Tensor]]

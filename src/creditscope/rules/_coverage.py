@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from creditscope.calling import Inputs, undisturbed
 from creditscope.rules._feedback import draw
 from creditscope.rules._maps import BackwardThrough, find_maps
 from creditscope.rules.bp import whole_step
-from creditscope.topology import Inputs, undisturbed
 
 if TYPE_CHECKING:
     from creditscope.rules._base import Learner

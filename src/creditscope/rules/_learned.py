@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from creditscope.calling import Inputs, plain_precision
 from creditscope.errors import UsageError
 from creditscope.estimators import Activation, Architecture
 from creditscope.rules._base import EstimatorGradients, Lesson, LocalRule, Site, accumulate, require
-from creditscope.tape import Tape, plain_precision
-from creditscope.topology import Inputs
+from creditscope.tape import Tape
 
 Condition = Literal["error", "terminal"]
 

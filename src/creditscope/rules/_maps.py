@@ -16,17 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from creditscope.calling import Inputs, copied_input, gradients_of, map_inputs, tensors_of, undisturbed
 from creditscope.errors import UsageError
+from creditscope.recorder import holds_checkpoint
 from creditscope.tape import Cut
-from creditscope.topology import (
-    Inputs,
-    copied_input,
-    gradients_of,
-    holds_checkpoint,
-    map_inputs,
-    tensors_of,
-    undisturbed,
-)
 
 
 class _Linear(torch.autograd.Function):

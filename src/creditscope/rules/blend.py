@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from creditscope.calling import Inputs, undisturbed
 from creditscope.rules._base import Feedback, Injection, LocalRule, Outcome, Rule, Site, accumulate, require
-from creditscope.topology import Inputs, undisturbed
 
 
 @dataclass(frozen=True)

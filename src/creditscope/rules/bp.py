@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from creditscope.calling import Inputs, pick_state, plain_precision
 from creditscope.rules._base import Outcome, Rule, Site, exposed_branches, refuse_hidden, require
-from creditscope.tape import per_example, plain_precision
-from creditscope.topology import Inputs, pick_state
+from creditscope.tape import per_example
 
 
 def whole_step(

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from creditscope.calling import plain_precision
 from creditscope.estimators import EMA, ValueNet
 from creditscope.rules._base import Feedback, Rule, Site, require
 from creditscope.rules._learned import (
@@ -26,7 +27,7 @@ from creditscope.rules._learned import (
     terminal_gradient,
 )
 from creditscope.rules.dfa import DFA
-from creditscope.tape import Tape, plain_precision
+from creditscope.tape import Tape
 
 
 def bridge_target(values: Tensor, temperature: float) -> Tensor:

@@ -11,21 +11,24 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from creditscope.rules._base import Feedback, Outcome, Rule, Site, require
-from creditscope.tape import Cut, RandomState, Tape, per_example, random_state, set_random_state
-from creditscope.topology import (
+from creditscope.calling import (
     Inputs,
-    Point,
-    Topology,
+    RandomState,
     call,
     copied_buffers,
     copied_input,
     gradients_of,
     map_inputs,
     pick_state,
+    random_state,
     replace_tensor,
+    set_random_state,
     undisturbed,
 )
+from creditscope.recorder import Point
+from creditscope.rules._base import Feedback, Outcome, Rule, Site, require
+from creditscope.tape import Cut, Tape, per_example
+from creditscope.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from creditscope.calling import Inputs
 from creditscope.rules._base import Feedback, Injection, LocalRule, Outcome, Rule, Site, require
 from creditscope.rules._feedback import Distribution, Matrices, draw, given_dict, given_list
 from creditscope.rules._maps import BackwardThrough, find_maps, refuse_opaque
 from creditscope.rules.bp import whole_step
 from creditscope.rules.dfa import features_of
-from creditscope.topology import Inputs
 
 
 def fa_credits(states: Sequence[Tensor], matrices: Sequence[Tensor], terminal: Tensor) -> list[Tensor]:

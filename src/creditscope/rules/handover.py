@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from creditscope.calling import Inputs, undisturbed
 from creditscope.rules._base import Feedback, Injection, Outcome, Rule, Site, require
 from creditscope.rules.blend import Pair
-from creditscope.topology import Inputs, undisturbed
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from creditscope.calling import Inputs, gradients_of
 from creditscope.rules._base import Feedback, Injection, Outcome, Rule, Site, require
-from creditscope.topology import Inputs, gradients_of
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from creditscope.calling import plain_precision
 from creditscope.estimators import StateNet
 from creditscope.rules._base import Feedback, Rule, Site, require
 from creditscope.rules._learned import (
@@ -21,7 +22,7 @@ from creditscope.rules._learned import (
     stacked,
     terminal_gradient,
 )
-from creditscope.tape import Tape, plain_precision
+from creditscope.tape import Tape
 
 
 def state_loss(predicted: Tensor, last: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from creditscope.calling import plain_precision
 from creditscope.estimators import VectorNet
 from creditscope.rules._base import Feedback, Rule, Site, require
 from creditscope.rules._learned import (
@@ -23,7 +24,7 @@ from creditscope.rules._learned import (
     stacked,
     terminal_gradient,
 )
-from creditscope.tape import Tape, plain_precision
+from creditscope.tape import Tape
 
 
 def direction_errors(credits: Tensor, directions: Tensor, targets: Tensor) -> Tensor:
