@@ -15,7 +15,21 @@ from torch import nn
 from creditscope.errors import UsageError
 from creditscope.nets import ResMLP
 from creditscope.registry import Registry
-from creditscope.rules import BP, DFA, FA, REGISTRY, Blend, Frozen, Handover, LastK, LocalRule, Matrices, Rule, draw
+from creditscope.rules import (
+    BP,
+    DFA,
+    FA,
+    REGISTRY,
+    Blend,
+    Frozen,
+    Handover,
+    LastK,
+    LocalRule,
+    Matrices,
+    Rule,
+    draw,
+    given_list,
+)
 from creditscope.rules._base import Outcome
 from creditscope.testing import NETWORKS, Report, check_network, check_rule
 from tests.oracles import untouched
@@ -86,6 +100,8 @@ class Signs(LocalRule):
 
     def build(self, site, generator, feedback):
         shapes, outputs = site.topology.shapes, site.topology.output_shape.numel()
+        if feedback is not None:
+            return given_list(feedback, [(s.numel(), outputs) for s in shapes], site.factory, "Signs")
         options = {"scale": 1.0, "distribution": "normal", "generator": generator, "factory": site.factory}
         return Matrices({str(l): draw((s.numel(), outputs), outputs, **options) for l, s in enumerate(shapes)})
 
@@ -108,6 +124,14 @@ class OwnSeed(Signs):
 
     def build(self, site, generator, feedback):
         return super().build(site, torch.Generator().manual_seed(3), feedback)
+
+
+@dataclass(frozen=True)
+class PassesOver(Signs):
+    """Draws its own matrices where others are given."""
+
+    def build(self, site, generator, feedback):
+        return super().build(site, generator, None)
 
 
 @dataclass(frozen=True)
@@ -285,6 +309,7 @@ def test_the_right_rule_passes():
     [
         (GlobalDraws(), "attach draws from the global random generator"),
         (OwnSeed(), "another seed gives the same matrices"),
+        (PassesOver(), "feedback= is passed over in silence"),
         (OneRun(), "formula() with one more axis in front is not what each run gives alone"),
         (WrongShape(), "gave credits of shapes"),
         (Noisy(), "backward() in evaluation mode changes the global random generator"),

@@ -94,14 +94,15 @@ class _Bench:
     cut: dict[str, Any]
     training_steps: int
 
-    def learner(self, seed: int | None = 0, network: nn.Module | None = None) -> Learner:
+    def learner(self, seed: int | None = 0, **options: Any) -> Learner:
         """Attach the rule to a copy of the network."""
         return self.rule.attach(
-            copy.deepcopy(self.network) if network is None else network,
+            copy.deepcopy(self.network),
             example=self.x,
             training_steps=self.training_steps,
             generator=None if seed is None else torch.Generator().manual_seed(seed),
             **self.cut,
+            **options,
         )
 
     def require(self, condition: bool, what: str) -> None:
@@ -267,6 +268,15 @@ def _check_draws(bench: _Bench) -> None:
     drawn = any(t.is_floating_point() and t.numel() > 1 and t.std() > 0 for t in own(learner))
     different = any(not torch.equal(a, b) for a, b in zip(own(other), own(learner), strict=True))
     bench.require(different or not drawn, "another seed gives the same matrices: they do not come from the generator")
+
+
+def _check_feedback(bench: _Bench) -> None:
+    """Feedback of the user's own is taken or refused, and never passed over."""
+    try:
+        bench.learner(feedback={"no such matrix": torch.zeros(1)})
+    except UsageError:
+        return
+    bench.require(False, "feedback= is passed over in silence: take it, or refuse it with Rule.build(...)")
 
 
 def _check_credits(bench: _Bench) -> None:
@@ -471,6 +481,7 @@ def _stacked(parts: Sequence[Any]) -> Any:
 
 _CHECKS: list[Callable[[_Bench], None]] = [
     _check_draws,
+    _check_feedback,
     _check_credits,
     _check_backward,
     _check_left_alone,

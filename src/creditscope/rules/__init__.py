@@ -39,7 +39,7 @@ REGISTRY = Registry(
 
 if TYPE_CHECKING:
     from creditscope.rules._base import Learner, LocalRule, Rule, Site
-    from creditscope.rules._feedback import Matrices, draw
+    from creditscope.rules._feedback import Matrices, draw, given_list
     from creditscope.rules.blend import Blend
     from creditscope.rules.bp import BP
     from creditscope.rules.credit_bridge import CreditBridge
@@ -61,6 +61,7 @@ _PARTS = {
     "Site": "_base",
     "Matrices": "_feedback",
     "draw": "_feedback",
+    "given_list": "_feedback",
 }
 __all__ = [
     "BP",
@@ -82,6 +83,7 @@ __all__ = [
     "StateBridge",
     "VectorField",
     "draw",
+    "given_list",
 ]
 
 
