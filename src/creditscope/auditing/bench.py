@@ -13,15 +13,17 @@ from torch import Tensor
 
 from creditscope.auditing.probe import Probe, Regime
 from creditscope.auditing.subject import Subject
+from creditscope.calling import call, map_inputs, pick_state, undisturbed
 from creditscope.errors import UsageError
-from creditscope.metrics.causal import directions, loss_changes, nudge_steps, probe
+from creditscope.metrics.alignment import cosine
+from creditscope.metrics.causal import directions, inner, loss_changes, nudge_steps, probe, rho
 from creditscope.metrics.reference import finite_difference_agreement
+from creditscope.metrics.scale import norm
 from creditscope.replay import Replay
-from creditscope.tape import Cut, Exact
-from creditscope.topology import call, map_inputs
+from creditscope.tape import Cut, Exact, per_example
 
 ETAS = (0.001, 0.003, 0.01)
-PAIRS = 1024  # of example and direction, that tell a gradient from another signal
+PAIRS = 200  # of example and direction, that tell a gradient from another signal
 COARSE = 100.0  # roundings of a state's entries that a nudge has to be, lest it be rounded away
 Probed = tuple[Tensor, Tensor] | None
 
@@ -37,13 +39,8 @@ class Settings:
     nulls: int = 200
     draws: int = 1000
     published_batch: int = 128
-    chunk: int = 4096
+    chunk: int = 2048
     seed: int = 0
-
-
-def _spacing(h: Tensor) -> float:
-    """Return the rounding of a typical entry."""
-    return torch.finfo(h.dtype).eps * float(h.abs().nanmedian())
 
 
 class Bench:
@@ -78,7 +75,14 @@ class Bench:
     @cached_property
     def exact(self) -> Exact:
         """States and exact credits in float64."""
-        return self.doubled.exact(*self._doubled_data())
+        try:
+            return self.doubled.exact(*self._doubled_data())
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            raise UsageError(
+                f"this network, or its loss, cannot be run in float64 ({why}): let it follow the type of its inputs, "
+                "or audit a plain twin of it"
+            ) from error
 
     def _doubled_data(self) -> tuple[Any, Any]:
         cast = lambda t: t.double() if t.is_floating_point() else t  # noqa: E731
@@ -105,7 +109,11 @@ class Bench:
         """The recorded pass from whose states tails are run."""
         if self.settings.probe == "published":
             return Replay.of(self.cut, self.x, self.y)
-        return Replay.of(self.doubled, *self._doubled_data())
+        found = Replay.of(self.doubled, *self._doubled_data())
+        for l, h in enumerate(found.states):  # one copy of the states is enough
+            if torch.equal(self.exact.states[l], h):
+                self.exact.states[l] = h
+        return found
 
     @cached_property
     def probe(self) -> Probe:
@@ -157,18 +165,16 @@ class Bench:
         return [self._regime(l) for l in range(self.depth + 1)]
 
     def _regime(self, l: int) -> Regime:
+        return self.probe.regime(l, self._trial(l))
+
+    def _trial(self, l: int) -> Tensor:
+        """Return one direction per example."""
         h = self.probe.state(l)
-        v = directions(tuple(h.shape), 1, self.generator("resolution", l), dtype=h.dtype, device=h.device)[0]
-        return self.probe.regime(l, v)
+        return directions(tuple(h.shape), 1, self.generator("resolution", l), dtype=h.dtype, device=h.device)[0]
 
     def is_probed(self, l: int) -> bool:
         """Tell whether loss changes at a state stand above rounding, or the published procedure does not ask."""
         return not self.regimes[l].obstacle and (self.regimes[l].resolved or self.probe.published)
-
-    @property
-    def pairings(self) -> int:
-        """How many directions per example are enough to tell a gradient from another signal."""
-        return min(8, max(2, PAIRS // len(self.finite)))
 
     @cached_property
     def agreements(self) -> list[float]:
@@ -176,11 +182,15 @@ class Bench:
         return [self._agreement(l) for l in range(self.depth + 1)]
 
     def _agreement(self, l: int) -> float:
+        """By the trial that settled the step, where it is many pairs and linear; else by more, and shorter ones."""
+        regime = self.regimes[l]
         if not self.is_probed(l) or self.probe.published:
             return math.nan
         change, h, g = self.probe.change(l), self.probe.state(l), self.reference[l]
-        generator = self.generator("agreement", l)
-        return float(finite_difference_agreement(change, h, g, generator, count=self.pairings).rho)
+        known = self.finite
+        if regime.linear and regime.slope is not None and int(known.sum()) >= PAIRS:
+            return float(rho(inner(self._trial(l)[None], g)[0, known], regime.slope[known]))
+        return float(finite_difference_agreement(change, h, g, self.generator("agreement", l)).rho)
 
     @cached_property
     def reference_nudges(self) -> list[list[Tensor | None]]:
@@ -194,7 +204,7 @@ class Bench:
     def nudge(self, l: int, a: Tensor | None, eta: float) -> Tensor | None:
         """Return the loss change per example after a step of η·a/RMS(a) down a credit, None where it cannot be had."""
         h, change = self.probe.state(l), self.probe.change(l)
-        if a is None or self.regimes[l].obstacle or (not self.probe.published and eta < COARSE * _spacing(h)):
+        if a is None or self.regimes[l].obstacle or (not self.probe.published and eta < COARSE * self.spacings[l]):
             return None
         steps = nudge_steps(a, eta).to(h.dtype)
         known = torch.isfinite(steps.flatten(1)).all(1)
@@ -203,15 +213,42 @@ class Bench:
         return loss_changes(change, h, steps, chunk=self.settings.chunk, base=base)[0].masked_fill(~known, math.nan)
 
     @cached_property
-    def branches(self) -> list[Tensor | None]:
-        """f_l(h_l) where the network exposes it, else None."""
+    def again(self) -> tuple[Tensor, list[Tensor | None]]:
+        """The output of a second look, under another random stream, and ‖f_l(h_l)‖ where the network exposes f_l."""
         hidden = self.cut.topology.hidden if self.cut.topology else ()
-        with torch.no_grad(), self.cut.recorder("local") as record:
-            call(self.cut.network, self.x)
-        return [
-            None if name in hidden or point is None else point.tensor
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(self.settings.seed + 1)
+            with undisturbed(self.cut.network), torch.no_grad(), self.cut.recorder("local") as record:
+                output = pick_state(call(self.cut.network, self.x), None, "the network's output")
+        return output, [
+            None if name in hidden or point is None else norm(point.tensor)
             for name, point in zip(self.cut.blocks, record.branches, strict=True)
         ]
+
+    @cached_property
+    def spacings(self) -> list[float]:
+        """The rounding of a typical entry of each state, in the probe's precision."""
+        return [
+            torch.finfo(h.dtype).eps * float(h.abs().nanmedian())
+            for h in (self.probe.state(l) for l in range(self.depth + 1))
+        ]
+
+    def likeness(self, l: int, k: int) -> float:
+        """Return the mean cosine of g_l and g_k, of one shape."""
+        if (l, k) not in self._likeness:
+            self._likeness[l, k] = self._likeness[k, l] = float(cosine(self.reference[l], self.reference[k]).nanmean())
+        return self._likeness[l, k]
+
+    @cached_property
+    def _likeness(self) -> dict[tuple[int, int], float]:
+        return {}
+
+    def _errors(self) -> Tensor:
+        """Return ∂ℓᵢ/∂outputᵢ in float64."""
+        with torch.enable_grad():
+            output = self.exact.output.detach().requires_grad_()
+            losses = per_example(self.cut.loss, output, self._doubled_data()[1])
+            return torch.autograd.grad(losses.sum(), output)[0]
 
     @cached_property
     def certified(self) -> list[Tensor]:
@@ -221,9 +258,7 @@ class Bench:
         precision. So neither the loss's own cancellation (softmax − onehot at a loss near zero) nor its smallness is
         charged to the network: only lost directions are. Scales cancel in the comparison.
         """
-        x, y = self._doubled_data()
-        with self.doubled.tape(x, y) as tape:
-            errors = tape.errors
+        errors = self._errors()
         scale = errors.abs().reshape(len(errors), -1).amax(1).clamp_min(torch.finfo(torch.float64).tiny)
         scale = scale.reshape(-1, *[1] * (errors.ndim - 1))
         unit = (errors / scale).to(self.native.output.dtype)

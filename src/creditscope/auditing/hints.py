@@ -6,6 +6,7 @@ A hint is a sentence with the fix. It changes no number and no status.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,23 +85,32 @@ def _misplaced(bench: Bench, claim: Claim) -> str | None:
     return None
 
 
-def _told(bench: Bench, claim: Claim, place: Callable[[int], int]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return (a_l, g_l, g of the other place) where the two references can be told apart."""
-    rows = []
+class _Told(NamedTuple):
+    """A credit beside the reference of another state, which can be told from its own."""
+
+    credit: Tensor
+    reference: Tensor
+    own: float
+    other: float
+
+
+def _told(bench: Bench, claim: Claim, place: Callable[[int], int]) -> list[_Told]:
+    """Return the credits of the states whose reference can be told from that of the other place."""
+    found = []
     for l, pair in enumerate(pairs(bench, claim)):
         k = place(l)
         if pair is None or not 0 <= k <= bench.depth or k == l:
             continue
         (a, g), other = pair, bench.reference[k]
-        if other.shape == g.shape and mean(cosine(g, other)) < ALIKE:
-            rows.append((a, g, other))
-    return rows
+        if other.shape == g.shape and bench.likeness(l, k) < ALIKE:
+            found.append(_Told(a, other, mean(cosine(a, g)), mean(cosine(a, other))))
+    return found
 
 
 def _fit(bench: Bench, claim: Claim, place: Callable[[int], int]) -> tuple[float, float]:
     """Return the mean cosine at the states' own place and at the other one."""
     told = _told(bench, claim, place)
-    return _mean([mean(cosine(a, g)) for a, g, _ in told]), _mean([mean(cosine(a, o)) for a, _, o in told])
+    return _mean([t.own for t in told]), _mean([t.other for t in told])
 
 
 def _better(bench: Bench, claim: Claim, place: Callable[[int], int]) -> bool:
@@ -108,10 +118,8 @@ def _better(bench: Bench, claim: Claim, place: Callable[[int], int]) -> bool:
     own, other = _fit(bench, claim, place)
     if not (other > CLEAR and other > own + CLEAR):
         return False
-    return any(
-        mean(cosine(a, o)) > mean(cosine(a, g)) + CLEAR and _deviation(bench, a, o) > APART
-        for a, g, o in _told(bench, claim, place)
-    )
+    told = [t for t in _told(bench, claim, place) if t.other > t.own + CLEAR]
+    return any(_deviation(bench, t.credit, t.reference) > APART for t in told)
 
 
 def _mean(values: list[float]) -> float:

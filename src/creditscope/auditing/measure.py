@@ -12,6 +12,7 @@ from creditscope.auditing.bench import Bench
 from creditscope.auditing.nulls import null_draws
 from creditscope.auditing.sheet import Sheet
 from creditscope.auditing.subject import Claim
+from creditscope.metrics._rows import quotient, rows, unit
 from creditscope.metrics.alignment import (
     cosine,
     cosine_clamped,
@@ -23,16 +24,15 @@ from creditscope.metrics.alignment import (
 )
 from creditscope.metrics.causal import pearson, rho, rho_terms
 from creditscope.metrics.drift import effective_rank
-from creditscope.metrics.nulls import holm, one_sided_p, shuffled_cosines, z_score
+from creditscope.metrics.nulls import holm, one_sided_p, z_score
 from creditscope.metrics.reference import angle, cross_batch_stability, relative_error
-from creditscope.metrics.scale import branch_ratio, lower_median, norm, quartiles
+from creditscope.metrics.scale import lower_median, norm, quartiles
 from creditscope.metrics.summary import Estimate, Resampling, best_share, participation_ratio, ratio
 
 NAN = float("nan")
 MEAN = "mean over examples"
 MEDIAN = "lower median over examples"
 ALPHA = 1e-3
-SHUFFLES = 20
 NO_CREDIT = "no credit was given for this state"
 NO_NUDGE = "a credit without a direction, a step lost in the rounding of the state, or a state that is read too early"
 NO_DIRECTION = "a credit or reference of zero, or that is not finite, has no direction"
@@ -79,9 +79,7 @@ def measure_scale(bench: Bench, sheet: Sheet, resampling: Resampling) -> None:
     total = resampling.median_ratio(states[-1:], states[:1])
     put_estimate(sheet, "total_growth", Estimate(*(t[0] for t in total)), [], "growth from h_0 to h_L", how=how)
     unknown = torch.full_like(states[0], NAN)
-    shares = [
-        unknown if f is None else branch_ratio(f, h) for f, h in zip(bench.branches, bench.exact.states, strict=False)
-    ]
+    shares = [unknown if f is None else quotient(f, h) for f, h in zip(bench.again[1], states, strict=False)]
     put_estimate(
         sheet,
         "branch_ratio",
@@ -116,7 +114,7 @@ def measure_reference(bench: Bench, sheet: Sheet, resampling: Resampling) -> Non
         errors = [_pooled_error(t[finite], g[finite]) for t, g in zip(tensors, exact, strict=True)]
         sheet.put(name, errors, ["layer"], label, n=n, how="√(Σ‖Δ‖² / Σ‖g‖²) over examples", missing=NO_DIRECTION)
     both = list(zip(bench.certified, exact, strict=True))
-    for name, metric, label, unit in (
+    for name, metric, label, units in (
         (
             "precision_error_median",
             relative_error,
@@ -126,13 +124,13 @@ def measure_reference(bench: Bench, sheet: Sheet, resampling: Resampling) -> Non
         ("precision_angle", angle, "angle between backprop in the network's precision and in float64", "rad"),
     ):
         found = resampling.median(torch.stack([metric(t.double(), g) for t, g in both]))
-        put_estimate(sheet, name, found, ["layer"], label, unit=unit, how=MEDIAN, missing=NO_DIRECTION)
+        put_estimate(sheet, name, found, ["layer"], label, unit=units, how=MEDIAN, missing=NO_DIRECTION)
     sheet.put(
         "reference_rho",
         bench.agreements,
         ["layer"],
         "agreement of the reference with central finite differences",
-        n=n * bench.pairings,
+        n=n,
         how="Pearson over examples × directions",
         missing="the differences are below resolution",
     )
@@ -366,10 +364,7 @@ def measure_null(bench: Bench, claim: Claim, sheet: Sheet) -> None:
     sheet.put("beats_null", better, ["layer"], "better than the null", how=how)
     label = "whether the exact credit would be better than this null: in few features none is"
     sheet.put("null_decidable", decidable, ["layer"], label, how=how)
-    shuffled = [
-        NAN if pair is None else float(shuffled_cosines(*pair, SHUFFLES, bench.generator("shuffle", l)).mean())
-        for l, pair in enumerate(pairs(bench, claim))
-    ]
+    shuffled = [NAN if pair is None else _cosine_with_others(*pair) for pair in pairs(bench, claim)]
     label = "mean cosine with the credits of other examples"
     sheet.put(
         "shuffled_mean",
@@ -377,6 +372,15 @@ def measure_null(bench: Bench, claim: Claim, sheet: Sheet) -> None:
         ["layer"],
         label,
         n=len(bench.finite),
-        how=f"mean over {SHUFFLES} shuffles",
+        how="mean over all pairs of different examples",
         missing=missing,
     )
+
+
+def _cosine_with_others(a: Tensor, g: Tensor) -> float:
+    """Return what shuffled examples read in expectation, (Σᵢⱼ⟨âᵢ,ĝⱼ⟩ − Σᵢ⟨âᵢ,ĝᵢ⟩)/(n(n − 1)), without a draw."""
+    x, y = unit(rows(a)), unit(rows(g))
+    known = ~(x.isnan().any(1) | y.isnan().any(1))
+    x, y = x[known], y[known]
+    n = len(x)
+    return float((x.sum(0) @ y.sum(0) - (x * y).sum()) / (n * (n - 1))) if n > 1 else NAN

@@ -17,10 +17,10 @@ import xarray as xr
 
 from creditscope.auditing.run import audit
 from creditscope.auditing.verdict import Verdict
+from creditscope.calling import Inputs
 from creditscope.errors import CreditscopeError, MissingError, UsageError, unknown
 from creditscope.rules._base import Learner
 from creditscope.runs import files
-from creditscope.topology import Inputs
 
 FORMAT, VERSION = "creditscope.monitor", 1
 UNITS = ("step", "epoch")

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from creditscope.auditing.bench import Bench
 from creditscope.auditing.subject import Claim
+from creditscope.calling import Inputs, gradients_of, map_inputs, undisturbed
 from creditscope.evaluation import evaluating
 from creditscope.metrics._rows import common_magnitude, rows, unit
 from creditscope.metrics.nulls import null_cosines
 from creditscope.rules._base import Learner, LocalRule, Rule, Site
-from creditscope.topology import Inputs, gradients_of, map_inputs, undisturbed
 
 FEW = 128  # examples for rules that need a whole pass a draw; the null's spread is that of the matrices
 

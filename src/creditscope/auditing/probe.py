@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class Regime:
     """How many roundings a step changes the outputs (of losses other than cross-entropy, also the losses) by."""
     curvature: float = math.nan
     """Even over odd part of the changes of the loss, ±step."""
+    slope: Tensor | None = field(default=None, repr=False)
+    """Of the loss along the trial direction of each example, by the central difference."""
     obstacle: str = ""
     """Why no value can be put in place of the state, where none can."""
 
@@ -128,7 +130,7 @@ class Probe:
         even, odd = ((up + sign * down).double() for sign in (1, -1))
         known = torch.isfinite(even) & torch.isfinite(odd)
         curvature = quotient(root_mean_square(even[known]), root_mean_square(odd[known]))
-        return Regime(step, roundings, float(curvature))
+        return Regime(step, roundings, float(curvature), odd / (2 * step))
 
     @staticmethod
     def _roundings(change: Tensor, value: Tensor) -> float:

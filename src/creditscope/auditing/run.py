@@ -22,12 +22,12 @@ from creditscope.auditing.selfcheck import Check, self_check
 from creditscope.auditing.sheet import Sheet, to_dataset
 from creditscope.auditing.subject import Claim, Convention, CreditFn, Subject, UpdateFn, make_subject, preserved
 from creditscope.auditing.thresholds import load_thresholds
+from creditscope.calling import Inputs, StateFn
 from creditscope.errors import UsageError, unknown
 from creditscope.evaluation import evaluating
 from creditscope.metrics.summary import Resampling, student_t, t_quantile
 from creditscope.rules._base import Learner
 from creditscope.tape import LossFn
-from creditscope.topology import Inputs, StateFn
 
 TIERS = ("quick", "standard", "full")
 PROBES = ("float64", "published")
@@ -118,21 +118,19 @@ def _check(tier: str, probe: str, directions: int, epsilon: float, nulls: int) -
 
 def _refuse_random(bench: Bench) -> None:
     """A network that is random in eval mode has no reference; each look at it otherwise sees the same random stream."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(bench.settings.seed + 1)
-        again = bench.cut.states(bench.x)[1]
-    if not torch.allclose(again, bench.native.output, equal_nan=True, rtol=1e-3, atol=1e-5):
+    if not torch.allclose(bench.again[0], bench.native.output, equal_nan=True, rtol=1e-3, atol=1e-5):
         raise UsageError("the network gives another output each time in eval mode: it cannot be audited")
 
 
 def _measured(
     bench: Bench, subject: Subject, settings: Settings, initial: Any, depth_attrs: dict[str, Any], limits: Any
 ) -> Audit:
-    shared = Sheet()
+    standard, full = settings.tier != "quick", settings.tier == "full"
+    shared = Sheet(intervals=standard)
     n = len(bench.finite)
     finite = bench.finite
-    resampling = Resampling(n, draws=settings.draws, generator=bench.generator("bootstrap"))
-    standard, full = settings.tier != "quick", settings.tier == "full"
+    draws = settings.draws if standard else 1
+    resampling = Resampling(n, draws=draws, generator=bench.generator("bootstrap"))
     with shared.timed("scale"):
         measure.measure_scale(bench, shared, resampling)
     if standard:
@@ -171,7 +169,7 @@ def _measured(
     attrs["failed_checks"] = "\n".join(str(check) for check in checks if not check.holds)
     sheets: dict[str, Sheet] = {}
     for claim in subject.claims:
-        sheet = sheets[claim.name] = Sheet()
+        sheet = sheets[claim.name] = Sheet(intervals=standard)
         _measure_claim(bench, claim, sheet, resampling, standard=standard, full=full)
         attrs[f"driven@{claim.name}"] = claim.driven
         attrs |= {f"{key}@{claim.name}": text for key, text in about_rule(claim).items()}

@@ -34,6 +34,8 @@ def _array(values: Any) -> np.ndarray:
 class Sheet:
     """The variables of one credit, or those that all credits share, in the order in which they were measured."""
 
+    intervals: bool = True
+    """Whether intervals are known; in the quick tier they are not."""
     entries: dict[str, Entry] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -61,7 +63,10 @@ class Sheet:
         self.entries[name] = Entry(array, tuple(dims), about)
         if interval is not None:
             bounds = {**about, "long_name": f"95 % interval of: {label}", "interval": "bootstrap over examples, seeded"}
-            self.entries[f"{name}_interval"] = Entry(_array(interval), (*dims, "bound"), bounds)
+            ends = _array(interval)
+            if not self.intervals:
+                bounds["why_nan"], ends = "intervals are part of the standard tier", np.full_like(ends, np.nan)
+            self.entries[f"{name}_interval"] = Entry(ends, (*dims, "bound"), bounds)
         elif how.startswith("maximum"):
             about["interval"] = "none: a maximum's bootstrap interval does not cover it"
 
@@ -77,18 +82,17 @@ def to_dataset(
     shared: Sheet, claims: Mapping[str, Sheet], *, labelled: bool, coords: Mapping[str, Any], attrs: Mapping[str, Any]
 ) -> xr.Dataset:
     """Put the sheets together; where several credits were given, theirs get a leading dimension "credit"."""
-    data = xr.Dataset(attrs=dict(attrs))
-    for name, entry in shared.entries.items():
-        data[name] = (entry.dims, entry.values, entry.attrs)
+    variables: dict[str, Any] = {name: (e.dims, e.values, e.attrs) for name, e in shared.entries.items()}
     sheets = list(claims.values())
     for name in dict.fromkeys(name for sheet in sheets for name in sheet.entries):
         given = [sheet.entries.get(name) for sheet in sheets]
         like = next(entry for entry in given if entry is not None)
         arrays = [_missing(like) if entry is None else entry.values for entry in given]
         if labelled:
-            data[name] = (("credit", *like.dims), np.stack(arrays), _told_apart(list(claims), given))
+            variables[name] = (("credit", *like.dims), np.stack(arrays), _told_apart(list(claims), given))
         else:
-            data[name] = (like.dims, arrays[0], like.attrs)
+            variables[name] = (like.dims, arrays[0], like.attrs)
+    data = xr.Dataset(variables, attrs=dict(attrs))
     if labelled:
         data = data.assign_coords(credit=("credit", list(claims)))
     known = {name: value for name, value in coords.items() if name in data.dims}

@@ -14,12 +14,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from creditscope.calling import Inputs, StateFn, tensors_of
 from creditscope.errors import UsageError, unknown
 from creditscope.evaluation import evaluating
 from creditscope.rules import REGISTRY
 from creditscope.rules._base import Learner
 from creditscope.tape import Cut, LossFn, cross_entropy
-from creditscope.topology import Inputs, StateFn, tensors_of
 
 CreditFn = Callable[[Any, Any], Sequence[Tensor | None]]
 UpdateFn = Callable[[Any, Any], Mapping[str, Tensor]]
@@ -98,8 +98,11 @@ def batch_of(x: Inputs) -> int:
 
 
 @contextmanager
-def preserved(*modules: nn.Module) -> Iterator[None]:
-    """Leave modules as they were, whatever happens: parameters, buffers, ``.grad``, modes, hooks, random states."""
+def preserved(*modules: nn.Module) -> Iterator[list[_Kept]]:
+    """Leave modules as they were, whatever happens: parameters, buffers, ``.grad``, modes, hooks, random states.
+
+    Gives the tensors with the values that they will be given back.
+    """
     own = [m for module in modules for m in module.modules()]
     tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
     before = [_Kept.of(t) for t in tensors.values()]
@@ -107,7 +110,7 @@ def preserved(*modules: nn.Module) -> Iterator[None]:
     devices = sorted({t.device.index for t in tensors.values() if t.is_cuda})
     with torch.random.fork_rng(devices=devices):
         try:
-            yield
+            yield before
         finally:
             for found, kept in attributes:
                 _put_back(found, kept)
@@ -115,6 +118,7 @@ def preserved(*modules: nn.Module) -> Iterator[None]:
                 kept.restore()
 
 
+BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -142,10 +146,15 @@ class _Kept:
             hooks,
         )
 
+    @property
+    def changed(self) -> bool:
+        """Whether the tensor has other bits now."""
+        return not same_bits(self.tensor, self.value)
+
     @torch.no_grad()
     def restore(self) -> None:
         t = self.tensor
-        if not same_bits(t.detach(), self.value):
+        if self.changed:
             t.copy_(self.value)
         for kind, kept in self.hooks.items():
             if (found := getattr(t, kind, None)) is not None and found != kept:
@@ -182,18 +191,19 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return False
     if a.numel() == 0:
         return True
-    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+    whole = BITS.get(a.element_size(), torch.uint8)
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(whole) for t in (a, b)))
 
 
 def ask(function: Callable[[Any, Any], Any], network: nn.Module, x: Inputs, y: Any, what: str) -> Any:
     """Call a user's function once, and refuse it if it trained the network or wrote into the data."""
     data = [_Kept.of(t) for t in tensors_of((x, y))]
-    weights = [(name, p, p.detach().clone()) for name, p in network.named_parameters()]
-    with preserved(network), evaluating(network), torch.enable_grad():
+    names = {id(p): f"the network ('{name}')" for name, p in network.named_parameters()}
+    with preserved(network) as held, evaluating(network), torch.enable_grad():
         try:
             given = function(x, y)
-            trained = next((f"the network ('{n}')" for n, p, value in weights if not same_bits(p, value)), None)
-            written = None if all(same_bits(kept.tensor, kept.value) for kept in data) else "its inputs"
+            trained = next((names[id(k.tensor)] for k in held if id(k.tensor) in names and k.changed), None)
+            written = "its inputs" if any(kept.changed for kept in data) else None
         finally:
             for kept in data:
                 kept.restore()
@@ -285,19 +295,19 @@ def make_subject(
             learner._settle(x)
         topology = cut.settle(x)
         _check_labels(y, topology.output_shape, cut)
-        probe, _ = cut.states(x)
-    shapes = [tuple(h.shape) for h in probe]
+    shapes = [(n, *shape) for shape in topology.shapes]
+    device = next((t.device for t in (*network.parameters(), *tensors_of(x))), torch.device("cpu"))
     found = Subject(cut, x, y, [], learner=learner, labelled=isinstance(credits, Mapping))
     usual = convention or Convention()
     if credits is None and learner is not None:
         key = REGISTRY.key_of(type(learner.rule))
         given = ask(learner.credits, network, x, y, "the learner's credits")
-        own = checked_credits(given, shapes, probe[0].device, key, Convention())
+        own = checked_credits(given, shapes, device, key, Convention())
         found.claims.append(Claim(key, own, learner.driving_states, learner.exact_states, learner, _trained(learner)))
     functions = credits if isinstance(credits, Mapping) else {"credit": credits} if credits is not None else {}
     for name, function in functions.items():
         given = ask(function, network, x, y, f"credits '{name}'")
-        own = checked_credits(given, shapes, probe[0].device, name, usual)
+        own = checked_credits(given, shapes, device, name, usual)
         found.claims.append(Claim(name, own, list(range(1, cut.depth + 1))))
     if updates is not None:
         found.updates = checked_updates(ask(updates, network, x, y, "updates"), network)

@@ -13,13 +13,13 @@ from creditscope.auditing.bench import Bench
 from creditscope.auditing.measure import NAN
 from creditscope.auditing.sheet import Sheet
 from creditscope.auditing.subject import Claim, preserved
+from creditscope.calling import gradients_of, pick_state, undisturbed
 from creditscope.errors import UsageError
 from creditscope.evaluation import evaluating
 from creditscope.metrics.alignment import cosine, norm_ratio
 from creditscope.metrics.drift import relative_drift
 from creditscope.rules._base import Learner
 from creditscope.tape import Cut, per_example
-from creditscope.topology import gradients_of, pick_state, undisturbed
 
 STEPS = (1, 5, 20)
 RATE = 1e-3
@@ -160,7 +160,7 @@ def cover_updates(bench: Bench, updates: Mapping[str, Tensor], sheet: Sheet) -> 
         u, g = updates.get(name), reference.get(name)
         if u is None or not bool(u.any()):
             found[name] = "nothing"
-        elif g is not None and _cosine(u.double(), g) > 1 - 1e-6:
+        elif g is not None and _is_along(u.double(), g):
             found[name] = "true loss" if section.get(name) == "head" else "plain backprop"
         else:
             found[name] = "rule"
@@ -171,6 +171,11 @@ def cover_updates(bench: Bench, updates: Mapping[str, Tensor], sheet: Sheet) -> 
     if any(how == "rule" for how in found.values()):
         wrong += [f"{name} is on plain backprop" for name, how in found.items() if how == "plain backprop"]
     return wrong
+
+
+def _is_along(u: Tensor, g: Tensor) -> bool:
+    """Tell whether an update is a gradient's, of whatever rate; one number alone has no direction, only a size."""
+    return _cosine(u, g) > 1 - 1e-6 and (u.numel() > 1 or abs(_ratio(u, g) - 1) < 1e-4)
 
 
 # --- exploitability ---------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def paired_rows(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 def peak(x: Tensor) -> Tensor:
     """Return each row's largest entry in size, (B, 1); not finite where an entry is not."""
-    return torch.linalg.vector_norm(x, math.inf, dim=1, keepdim=True)
+    return x.abs().amax(dim=1, keepdim=True)  # several times as fast as the norm of order infinity
 
 
 def magnitude(x: Tensor) -> Tensor:
