@@ -194,6 +194,13 @@ def test_a_loss_that_is_not_per_example(loss, got):
         assert str(caught.value).endswith(f"it gave {got}")
 
 
+def test_inference_mode_is_refused():
+    net, cut, x, y = prepared(BY_NAME["outside"])
+    for look in (lambda: cut.exact(x, y), lambda: cut.states(x), lambda: cut.replay(x, y)):
+        with torch.inference_mode(), untouched(net), pytest.raises(UsageError, match=r"use torch.no_grad\(\)"):
+            look()
+
+
 def test_a_loss_without_a_graph_is_refused():
     net, _, x, y = prepared(BY_NAME["outside"])
     cut = Cut.of(net, blocks=["blocks.0", "blocks.1"], loss=lambda output, y: (output.argmax(1) != y).double())

@@ -98,6 +98,15 @@ def test_blocks_that_hide_their_branch(name, hidden):
     assert len(topology.hidden) == hidden
 
 
+def test_a_branch_that_is_never_called_is_no_branch():
+    class Named(Branch):
+        def __init__(self):
+            super().__init__()
+            self.branch = nn.Linear(2, 2)
+
+    assert settled(Net(Named)).topology.hidden == ("blocks.0", "blocks.1")
+
+
 # --- names ------------------------------------------------------------------------------------------------------------
 
 

@@ -107,6 +107,8 @@ class Cut:
 
     def settle(self, x: Inputs) -> Topology:
         """Find out how the network is put together, once a mode."""
+        if torch.is_inference_mode_enabled():
+            raise UsageError("torch.inference_mode() keeps no graph, which a cut needs: use torch.no_grad()")
         if any(module._compiled_call_impl is not None for module in (self.network, *self.blocks.values())):
             refuse_compiled(self.network, self.blocks)
         training = self.network.training

@@ -426,6 +426,8 @@ def _hides_branch(record: Recorder, l: int, name: str, join: Join) -> bool:
     without parameters and the other depends on it: h + f(h), relu(h + f(h)), norm(h + f(h)). Where the skip is outside,
     such sums belong to the branch, but for h + f(h) itself.
     """
+    if record.branches[l] is None:  # a submodule 'branch' that is not called
+        return True
     start, end = record.fed.get(l), record.outputs[l].edge
     if branch_of(record.blocks[name]) is not record.blocks[name] or start is None or start.edge is None or end is None:
         return False

@@ -141,6 +141,18 @@ def test_a_blend_of_backprop_and_feedback_is_the_rules():
     assert found["blocks.1.a.weight"] in ("rule", "local backprop")
 
 
+def test_an_optimiser_inside_the_backward_is_left_out():
+    learner, net, x, y = attached(DFA(), OUTSIDE)
+    stepped = []
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(stepped.append)
+    with untouched(net, learner.generator):
+        learner.coverage(x, y)
+    assert not stepped
+    learner.backward(x, y)
+    assert len(stepped) == len([*net.parameters()])
+
+
 def test_dropout_is_drawn_alike_in_every_pass():
     case = BY_NAME["dropout"]
     learner, _, x, y = attached(BP(), case)

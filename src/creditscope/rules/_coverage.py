@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from creditscope.calling import Inputs, undisturbed
 from creditscope.rules._feedback import draw
@@ -75,6 +75,20 @@ def measure_coverage(learner: Learner, x: Inputs, y: Any) -> dict[str, str]:
     return {name: trained_by(name) for name, _ in network.named_parameters()}
 
 
+@contextmanager
+def unhooked(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Leave out what a user has tied to the accumulation of gradients, such as an optimiser inside the backward."""
+    tied = [hooks for p in parameters if (hooks := p._post_accumulate_grad_hooks)]
+    kept = [{**hooks} for hooks in tied]
+    for hooks in tied:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(tied, kept, strict=True):
+            hooks.update(before)
+
+
 def _gradients(learner: Learner, run: Callable[[], Any]) -> Gradients:
     """Return the gradients that a pass leaves, and put ``.grad``, buffers and random states back."""
     parameters = [*learner.parameters()]
@@ -82,7 +96,7 @@ def _gradients(learner: Learner, run: Callable[[], Any]) -> Gradients:
     for p in parameters:
         p.grad = None
     try:
-        with undisturbed(learner.network):
+        with undisturbed(learner.network), unhooked(parameters):
             run()
         return {name: p.grad for name, p in learner.network.named_parameters()}
     finally:
