@@ -163,7 +163,7 @@ def test_one_sample_without_noise_is_the_plain_bootstrap(temperature):
     value = torch.randn(1, 7, dtype=torch.float64)
     assert_close([bridge_target(value, temperature)], [value[0]], 1e-12)
     for options in ({"samples": 1}, {"samples": 4}):
-        learner, net, x, y = attached(CreditBridge(**SMALL, sigma=0.0, temperature=temperature, **options), OUTSIDE)
+        learner, _, x, y = attached(CreditBridge(**SMALL, sigma=0.0, temperature=temperature, **options), OUTSIDE)
         assert learner.site.noise is None
         states, average = learner.states(x), learner.pathway["average"].average
         with learner.cut.tape(x, y) as tape:

@@ -86,7 +86,7 @@ def test_a_gradient_is_that_of_finite_differences():
 
 @pytest.mark.parametrize("targets", ["central", "one-sided"])
 def test_with_dropout_both_ends_of_a_difference_meet_the_same_masks(targets):
-    learner, net, x, y = attached(VectorField(**SMALL, targets=targets), BY_NAME["dropout"])
+    learner, _, x, y = attached(VectorField(**SMALL, targets=targets), BY_NAME["dropout"])
     learner.backward(x, y)
     # other masks would make a difference of the order of the loss over ε
     assert float(learner.metrics()["direction_loss"]) < 1e3
