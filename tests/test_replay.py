@@ -10,7 +10,7 @@ from creditscope.errors import UsageError
 from creditscope.tape import Cut
 from tests.oracles import assert_close, exact, tail, untouched
 from tests.test_tape import CALM, MODES, prepared, same_draws
-from tests.zoo import BATCH, BY_NAME, CASES, TOKENS, D, cast
+from tests.zoo import BATCH, BY_NAME, CASES, TOKENS, D, Outside, cast
 
 pytestmark = CALM
 EARLY = {"several-consumers"}
@@ -148,6 +148,34 @@ def test_a_network_settled_in_eval_mode_is_replayed_in_training_mode(name):
         found = replay.tail(l, h)
         drawn(net, x, l)
         assert_close([found], [tail(net, x, y, l, h)])
+
+
+def test_what_a_context_around_the_blocks_changes_is_replayed_in_it():
+    """Nothing in the graph shows that the user's forward runs its blocks twice as precise."""
+
+    class Flushes(Outside):
+        def forward(self, x):
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float64)
+            try:
+                return super().forward(x)
+            finally:
+                torch.set_default_dtype(before)
+
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(D, D)
+
+        def forward(self, h):
+            return self.a(h) * (1.0 if torch.get_default_dtype() is torch.float64 else 0.5)
+
+    net = Flushes(Scales).double()
+    x, y = BY_NAME["outside"].batch()
+    replay = Cut.of(net, blocks=["blocks.0", "blocks.1"]).replay(x, y)
+    assert not replay.direct
+    for l in range(3):
+        assert_close([replay.tail(l, replay.states[l])], [replay.losses], 1e-12)
 
 
 def test_a_mask_with_as_many_rows_as_the_batch_is_not_repeated():

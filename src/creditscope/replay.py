@@ -56,7 +56,7 @@ class Replay:
     @classmethod
     def of(cls, cut: Cut, x: Inputs, y: Any, start: RandomState | None = None) -> Replay:
         """Run the network once, in its present mode, leaving buffers and random states as they are."""
-        topology = cut.settle(x)
+        cut.settle(x)
         own = map_inputs(x, lambda t: t.detach().clone())
         device = next((p.device for p in cut.network.parameters()), torch.device("cpu"))
         with undisturbed(cut.network), torch.no_grad():
@@ -68,10 +68,20 @@ class Replay:
                 cut._check_fired(record)
                 losses = per_example(cut.loss, output, y)
             replay = cls(cut, x, y, record.states, output, losses, record.returned, record.calls, record.rng, start)
-            if topology.exact_sum and topology.rest is not None and not cut.bypass:
-                set_random_state(record.rng[0], output.device)
-                replay.direct = torch.equal(replay._chain(0, record.states[0], topology.rest), output)
+            mode = cut.network.training
+            if mode not in cut.direct:  # once, since the device is waited for
+                cut.direct[mode] = replay._is_direct()
+        replay.direct = cut.direct[mode]
         return replay
+
+    def _is_direct(self) -> bool:
+        """Tell whether running the parts by themselves gives the output to the bit; a context around them may not."""
+        topology = self.cut.topology
+        assert topology is not None
+        if not topology.exact_sum or topology.rest is None or self.cut.bypass:
+            return False
+        set_random_state(self.rng[0], self.output.device)
+        return torch.equal(self._chain(0, self.states[0], topology.rest), self.output)
 
     def tail(self, l: int, h: Tensor) -> Tensor:
         """Return ℓᵢ with h in place of state l, (B,); for h of n·B examples, n replays side by side, (n·B,).

@@ -79,6 +79,8 @@ class Cut:
     """Compiled forwards of blocks, in place for the duration of a call."""
     topologies: dict[bool, Topology] = field(default_factory=dict)
     """By mode: what is written in place, or comes between blocks, in training mode may do nothing in evaluation."""
+    direct: dict[bool, bool] = field(default_factory=dict)
+    """By mode: whether a replay may run blocks and head by themselves; found out by the first."""
 
     @classmethod
     def of(

@@ -615,3 +615,17 @@ def test_compiled_blocks_by_inductor():
     net.zero_grad()
     learner.compile().backward(x, y)
     assert_same(left(net), expected, 1e-9)
+
+
+@pytest.mark.parametrize("rule", NAMED)
+def test_a_loss_that_is_not_per_example_is_refused(rule):
+    learner, net, x, y = attached(rule, OUTSIDE, loss=F.cross_entropy)
+    with untouched(net), pytest.raises(UsageError, match=r"one value per example, shape \(6,\); it gave shape \(\)"):
+        learner.backward(x, y)
+
+
+def test_one_example_is_a_batch():
+    x, y = OUTSIDE.batch(1)
+    for rule in RULES.values():
+        learner = rule.attach(OUTSIDE.network(), training_steps=10, **OUTSIDE.cut)
+        assert torch.isfinite(learner.backward(x, y))
