@@ -17,9 +17,10 @@ from creditscope.rules import REGISTRY
 from tests.auditing import planted
 from tests.zoo import BY_NAME
 
-LAYER = (
-    "cosine sign_agreement norm_ratio cosine_clamped clamped_share rho rho_limit state_norm reference_norm credit_norm"
-).split()
+LAYER = [
+    *("cosine", "sign_agreement", "norm_ratio", "cosine_clamped", "clamped_share", "rho", "rho_limit"),
+    *("state_norm", "reference_norm", "credit_norm"),
+]
 DIMS = {
     **dict.fromkeys(LAYER, ("layer",)),
     "nudging": ("layer", "eta"),

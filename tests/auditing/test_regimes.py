@@ -181,4 +181,4 @@ def test_change_of_cross_entropy_against_many_digits():
             output.tolist(), change.tolist(), y.tolist(), cross_entropy_change(output, change, y).tolist(), strict=True
         ):
             exact = loss(row, delta, label) - loss(row, [0.0] * 4, label)
-            assert abs(Decimal(found) - exact) <= Decimal(1e-9) * abs(exact) + Decimal(1e-28)
+            assert abs(Decimal(found) - exact) <= Decimal("1e-9") * abs(exact) + Decimal("1e-28")

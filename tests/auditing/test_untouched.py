@@ -148,7 +148,7 @@ def test_a_callable_that_writes_into_its_inputs_is_refused():
     assert torch.equal(x, before)
 
 
-class Oops(Exception):
+class OopsError(Exception):
     pass
 
 
@@ -160,9 +160,9 @@ def test_an_exception_of_the_callable_passes_through_and_all_is_put_back():
         write_grad(net)
         torch.manual_seed(5)
         net.eval()
-        raise Oops("mine")
+        raise OopsError("mine")
 
-    with untouched(net), pytest.raises(Oops, match="mine"):
+    with untouched(net), pytest.raises(OopsError, match="mine"):
         cs.audit(net, *planted.task(0), credits=credits)
 
 
@@ -171,12 +171,13 @@ def test_an_audit_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
     learner = cs.rules.DFA().attach(net, example=planted.task(0)[0])
 
     def fail(*_: Any) -> None:
-        raise Oops
+        raise OopsError
 
     for place in ("measure_scale", "measure_rho", "measure_null"):
-        with monkeypatch.context() as patch, untouched(net), pytest.raises(Oops):
+        with monkeypatch.context() as patch:
             patch.setattr(f"creditscope.auditing.measure.{place}", fail)
-            cs.audit(learner, *planted.task(0))
+            with untouched(net), pytest.raises(OopsError):
+                cs.audit(learner, *planted.task(0))
 
 
 def test_a_callable_is_called_once_with_what_was_given_in_eval_mode_with_gradients():

@@ -43,6 +43,17 @@ class Settings:
     seed: int = 0
 
 
+def _backpropagated(cut: Cut, x: Any, y: Any, how: str) -> Exact:
+    """Return states and exact credits; foreign layers that cannot be run so are said, with the remedy."""
+    try:
+        return cut.exact(x, y)
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise UsageError(
+            f"this network, or its loss, cannot be backpropagated through {how} ({why}): audit a plain twin of it"
+        ) from error
+
+
 class Bench:
     """One network and one evaluation set, measured once for all credits."""
 
@@ -65,7 +76,7 @@ class Bench:
     @cached_property
     def native(self) -> Exact:
         """States and exact credits in the network's own precision."""
-        return self.cut.exact(self.x, self.y)
+        return _backpropagated(self.cut, self.x, self.y, "in eval mode")
 
     @cached_property
     def doubled(self) -> Cut:
@@ -75,14 +86,7 @@ class Bench:
     @cached_property
     def exact(self) -> Exact:
         """States and exact credits in float64."""
-        try:
-            return self.doubled.exact(*self._doubled_data())
-        except RuntimeError as error:
-            why = str(error).partition("\n")[0]
-            raise UsageError(
-                f"this network, or its loss, cannot be run in float64 ({why}): let it follow the type of its inputs, "
-                "or audit a plain twin of it"
-            ) from error
+        return _backpropagated(self.doubled, *self._doubled_data(), "in float64")
 
     def _doubled_data(self) -> tuple[Any, Any]:
         cast = lambda t: t.double() if t.is_floating_point() else t  # noqa: E731
