@@ -607,6 +607,7 @@ def test_compiled_blocks_give_the_same(rule, backend):
         assert_close([learner(x).detach()], [learner.outputs])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")
 @pytest.mark.slow
 def test_compiled_blocks_by_inductor():
     learner, net, x, y = attached(DFA(), OUTSIDE)
