@@ -127,7 +127,8 @@ def against_loops(device: str) -> list[dict[str, Any]]:
     rows = []
     for tier, target in (("standard", 1.0 if device == "cpu" else 1 / 6), ("quick", 1 / 8)):
         found = [a / b for a, b in zip(taken[tier], taken["loops"], strict=True)]
-        name = f"audit {tier} / evaluation loops, {CREDITS} credits, n {EXAMPLES}, M {DIRECTIONS}, ResMLP(256, 4), {device}"
+        setting = f"{CREDITS} credits, n {EXAMPLES}, M {DIRECTIONS}, ResMLP(256, 4), {device}"
+        name = f"audit {tier} / evaluation loops, {setting}"
         rows.append(_row(name, found, f"at most {target:.3g}", statistics.median(found) <= target))
     return rows
 
