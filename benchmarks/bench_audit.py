@@ -164,9 +164,10 @@ def peak_beyond(depth: int) -> float:
     cs.audit(net, x[:64], y[:64], credits=credits, directions=2)  # what is loaded at the first use
     cut = cs.rules.BP().attach(net).cut
     double = cut.astype(torch.float64)
-    held = [cut.exact(x, y), double.exact(x.double(), y), [f(x, y) for f in credits.values()]]
+    copies = [[p.detach().clone() for p in net.parameters()] for _ in range(2)]  # to tell what a callable changes
+    held = [copies, [f(x, y) for f in credits.values()], cut.exact(x, y), double.exact(x.double(), y)]
     reached = _peak()
-    del held, double
+    del held, double, copies
     cs.audit(net, x, y, credits=credits, directions=8)
     return (_peak() - reached) / 1024 + 1
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,7 @@ def test_means_and_medians(measured: Any):
         below = math.sqrt(sum(float(a @ a) for *_, a in triples) * sum(float(g @ g) for _, g, _ in triples))
         assert float(data.rho_limit[l]) == pytest.approx(top / below, abs=1e-6)
     medians = [statistics.median_low([float(row[l][0].norm()) for row in rows]) for l in range(5)]
-    np.testing.assert_allclose(data.growth, [b / a for a, b in itertools.pairwise(medians)], rtol=1e-5)
+    np.testing.assert_allclose(data.growth, [b / a for a, b in pairwise(medians)], rtol=1e-5)
 
 
 def test_rho_on_the_same_directions(measured: Any):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from creditscope.auditing.subject import Subject
 from creditscope.calling import call, map_inputs, pick_state, undisturbed
 from creditscope.errors import UsageError
 from creditscope.metrics.alignment import cosine
-from creditscope.metrics.causal import directions, inner, loss_changes, nudge_steps, probe, rho
+from creditscope.metrics.causal import directions, inner, loss_changes, nudge_steps, probe, rho, rho_terms
 from creditscope.metrics.reference import finite_difference_agreement
 from creditscope.metrics.scale import norm
 from creditscope.replay import Replay
@@ -25,7 +25,24 @@ from creditscope.tape import Cut, Exact, per_example
 ETAS = (0.001, 0.003, 0.01)
 PAIRS = 200  # of example and direction, that tell a gradient from another signal
 COARSE = 100.0  # roundings of a state's entries that a nudge has to be, lest it be rounded away
-Probed = tuple[Tensor, Tensor] | None
+
+
+class Correlation(NamedTuple):
+    """ρ of one credit at one state, its terms per example, (finite examples, 6)."""
+
+    rho: float
+    terms: Tensor
+
+
+class Correlations(NamedTuple):
+    """What is read at one state along the same random directions; None where a credit is not given."""
+
+    random: Correlation
+    claims: list[Correlation | None]
+    itself: float
+    """Of the measured changes with themselves: 1."""
+    negated: float
+    """Of their negative with them: −1."""
 
 
 @dataclass(frozen=True)
@@ -136,18 +153,12 @@ class Bench:
         return directions(tuple(g.shape), 1, self.generator("planted", l), device=g.device)[0]
 
     @cached_property
-    def correlated(self) -> list[list[Probed]]:
-        """For each state and each credit, the predicted and true loss changes along the same random directions.
+    def correlated(self) -> list[Correlations | None]:
+        """For each state, ρ of a random credit and of the claims'; None where no value can be put in its place."""
+        return [None if self.regimes[l].obstacle else self._correlated(l) for l in range(self.depth + 1)]
 
-        The credits are the random one of known ρ, the reference, then the claims' in their order (None: not given, or
-        no value can be put in place of this state).
-        """
-        return [self._correlated(l) for l in range(self.depth + 1)]
-
-    def _correlated(self, l: int) -> list[Probed]:
-        given = [self.planted(l), self.reference[l], *(claim.credits[l] for claim in self.subject.claims)]
-        if self.regimes[l].obstacle:
-            return [None] * len(given)
+    def _correlated(self, l: int) -> Correlations:
+        given = [self.planted(l), *(claim.credits[l] for claim in self.subject.claims)]
         asked = [a for a in given if a is not None]
         found = probe(
             self.probe.change(l),
@@ -159,9 +170,11 @@ class Bench:
             chunk=self.settings.chunk,
             base=torch.zeros_like(self.replay.losses),
         )
-        predictions = iter(found.predicted[:, :, self.finite])
         actual = found.actual[:, self.finite]
-        return [None if a is None else (next(predictions), actual) for a in given]
+        read = (Correlation(float(rho(p, actual)), rho_terms(p, actual)) for p in found.predicted[:, :, self.finite])
+        random, *claims = [None if a is None else next(read) for a in given]
+        assert random is not None
+        return Correlations(random, claims, float(rho(actual, actual)), float(rho(-actual, actual)))
 
     @cached_property
     def regimes(self) -> list[Regime]:
@@ -254,9 +267,8 @@ class Bench:
             losses = per_example(self.cut.loss, output, self._doubled_data()[1])
             return torch.autograd.grad(losses.sum(), output)[0]
 
-    @cached_property
-    def certified(self) -> list[Tensor]:
-        """g_l in the network's own precision from an exact, rescaled error: what backprop through the network loses.
+    def certified(self) -> Iterator[Tensor]:
+        """Yield g_l in the network's own precision from an exact, rescaled error: what backprop through it loses.
 
         The error e is taken in float64, scaled to its largest entry per example, and sent back in the network's
         precision. So neither the loss's own cancellation (softmax − onehot at a loss near zero) nor its smallness is
@@ -276,4 +288,5 @@ class Bench:
             self.cut.topology,
         )
         lengths = scale.flatten()
-        return [g.double() * lengths.reshape(-1, *[1] * (g.ndim - 1)) for g in linear.exact(self.x, self.y).gradients]
+        for g in linear.exact(self.x, self.y).gradients:
+            yield g.double() * lengths.reshape(-1, *[1] * (g.ndim - 1))

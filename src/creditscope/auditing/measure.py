@@ -22,7 +22,7 @@ from creditscope.metrics.alignment import (
     pooled_terms,
     sign_agreement,
 )
-from creditscope.metrics.causal import pearson, rho, rho_terms
+from creditscope.metrics.causal import pearson
 from creditscope.metrics.drift import effective_rank
 from creditscope.metrics.nulls import holm, one_sided_p, z_score
 from creditscope.metrics.reference import angle, cross_batch_stability, relative_error
@@ -99,32 +99,23 @@ def measure_reference(bench: Bench, sheet: Sheet, resampling: Resampling) -> Non
     """The precision certificate, and whether autograd is the gradient of this network."""
     finite, exact = bench.finite, bench.autograd
     n = int(finite.sum())
-    for name, tensors, label in (
-        (
-            "precision_error",
-            bench.certified,
-            "relative error of backprop in the network's precision, from an exact error",
-        ),
-        (
-            "training_error",
-            bench.native.gradients,
-            "relative error of the gradient that training sees, the loss's own included",
-        ),
-    ):
-        errors = [_pooled_error(t[finite], g[finite]) for t, g in zip(tensors, exact, strict=True)]
-        sheet.put(name, errors, ["layer"], label, n=n, how="√(Σ‖Δ‖² / Σ‖g‖²) over examples", missing=NO_DIRECTION)
-    both = list(zip(bench.certified, exact, strict=True))
-    for name, metric, label, units in (
-        (
-            "precision_error_median",
-            relative_error,
-            "relative error per example of backprop in the network's precision",
-            "1",
-        ),
-        ("precision_angle", angle, "angle between backprop in the network's precision and in float64", "rad"),
-    ):
-        found = resampling.median(torch.stack([metric(t.double(), g) for t, g in both]))
-        put_estimate(sheet, name, found, ["layer"], label, unit=units, how=MEDIAN, missing=NO_DIRECTION)
+    how = "√(Σ‖Δ‖² / Σ‖g‖²) over examples"
+    pooled, errors, angles = [], [], []
+    for t, g in zip(bench.certified(), exact, strict=True):
+        pooled.append(_pooled_error(t[finite], g[finite]))
+        errors.append(relative_error(t, g))
+        angles.append(angle(t, g))
+    label = "relative error of backprop in the network's precision, from an exact error"
+    sheet.put("precision_error", pooled, ["layer"], label, n=n, how=how, missing=NO_DIRECTION)
+    seen = [_pooled_error(t[finite], g[finite]) for t, g in zip(bench.native.gradients, exact, strict=True)]
+    label = "relative error of the gradient that training sees, the loss's own included"
+    sheet.put("training_error", seen, ["layer"], label, n=n, how=how, missing=NO_DIRECTION)
+    label = "relative error per example of backprop in the network's precision"
+    found = resampling.median(torch.stack(errors))
+    put_estimate(sheet, "precision_error_median", found, ["layer"], label, how=MEDIAN, missing=NO_DIRECTION)
+    label = "angle between backprop in the network's precision and in float64"
+    found = resampling.median(torch.stack(angles))
+    put_estimate(sheet, "precision_angle", found, ["layer"], label, unit="rad", how=MEDIAN, missing=NO_DIRECTION)
     sheet.put(
         "reference_rho",
         bench.agreements,
@@ -276,17 +267,17 @@ def measure_aggregates(claim: Claim, sheet: Sheet) -> None:
 
 def measure_rho(bench: Bench, claim: Claim, sheet: Sheet, resampling: Resampling) -> None:
     """Perturbation correlation, where the probed changes are resolved."""
-    place = 2 + [other.name for other in bench.subject.claims].index(claim.name)
+    place = [other.name for other in bench.subject.claims].index(claim.name)
     values, bounds, regimes = [], [], []
     for l, row in enumerate(bench.correlated):
-        probed = row[place]
+        probed = None if row is None else row.claims[place]
         regimes.append(str(bench.regimes[l]))
         if probed is None or not bench.is_probed(l):
             values.append(NAN)
             bounds.append([NAN, NAN])
             continue
-        values.append(float(rho(*probed)))
-        found = resampling.pooled(_spread_out(rho_terms(*probed), bench.finite), pearson)
+        values.append(probed.rho)
+        found = resampling.pooled(_spread_out(probed.terms, bench.finite), pearson)
         bounds.append([float(found.low), float(found.high)])
     sheet.put(
         "rho",
