@@ -203,6 +203,7 @@ def test_unfinished_runs_are_left_out_by_name(place, capsys):
         ([], "say what to audit: a run, a study, or foreign work with --module"),
         (["none"], "not found: none, nor runs/none"),
         (["empty"], "empty is no run, and no folder of runs"),
+        (["file"], "file is a file: a run is a folder"),
         (["s", "--credits", "a:b"], "--credits is for foreign work: a run knows its own"),
         (["s", "--n", "0"], "--n must be at least 1, not 0"),
         (["s", "--tier", "fast"], "unknown --tier 'fast'"),
@@ -212,6 +213,7 @@ def test_unfinished_runs_are_left_out_by_name(place, capsys):
 )
 def test_usage_errors_are_one_line(argv, message, place, capsys):
     Path("empty").mkdir()
+    Path("file").touch()
     assert main(["audit", *argv]) == Exit.USAGE
     err = capsys.readouterr().err
     assert message in err

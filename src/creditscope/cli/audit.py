@@ -214,4 +214,6 @@ def find_runs(given: str) -> list[Path]:
             return found
         if place.is_dir():
             raise UsageError(f"{place} is no run, and no folder of runs: there is no options.json in it or below")
+        if place.exists():
+            raise UsageError(f"{place} is a file: a run is a folder")
     raise MissingError(f"not found: {given}, nor {Path('runs', given)}")
